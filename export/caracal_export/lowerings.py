@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from onnxscript.onnx_opset import opset18 as op
 
@@ -33,6 +34,11 @@ def _float(value: float) -> Value:
     return op.Constant(value_float=value)
 
 
+def _int32(value: int) -> Value:
+    """An int32 constant of one element."""
+    return op.Constant(value=ir.tensor([value], dtype=ir.DataType.INT32))
+
+
 def _dim(x: Value, axis: int) -> Value:
     """The size of one axis as an int64 vector of one element."""
     return op.Shape(x, start=axis, end=axis + 1)
@@ -40,9 +46,8 @@ def _dim(x: Value, axis: int) -> Value:
 
 def _iota(count: Value) -> Value:
     """0 .. count-1 as int32; `count` is an int64 vector of one element."""
-    count = op.Cast(op.Squeeze(count, _ints(0)), to=_INT32)
-    zero, one = op.Cast(op.Constant(value_int=0), to=_INT32), op.Cast(op.Constant(value_int=1), to=_INT32)
-    return op.Range(zero, count, one)
+    zero, one = (op.Constant(value=ir.tensor(value, dtype=ir.DataType.INT32)) for value in (0, 1))
+    return op.Range(zero, op.Cast(op.Squeeze(count, _ints(0)), to=_INT32), one)
 
 
 def _column(x: Value) -> Value:
@@ -60,9 +65,8 @@ def roots_of_unity(size: Value) -> tuple[Value, Value]:
         size: N, int64 vector of one element.
     """
     n = op.Cast(size, to=_INT32)
-    four, two = op.Cast(_ints(4), to=_INT32), op.Cast(_ints(2), to=_INT32)
-    m4 = op.Mul(op.Mod(_iota(op.Mul(size, _ints(2))), n), four)
-    quarter = op.Div(op.Add(op.Mul(m4, two), n), op.Mul(n, two))  # round(4m / N), in 0 .. 4
+    m4 = op.Mul(op.Mod(_iota(op.Mul(size, _ints(2))), n), _int32(4))
+    quarter = op.Div(op.Add(op.Mul(m4, _int32(2)), n), op.Mul(n, _int32(2)))  # round(4m / N), in 0 .. 4
     rest = op.Cast(op.Sub(m4, op.Mul(quarter, n)), to=_FLOAT)
     x = op.Mul(op.Div(rest, op.Cast(n, to=_FLOAT)), _float(math.pi / 2))
     square = op.Mul(x, x)
@@ -119,10 +123,7 @@ def causal_conv_matmul(v: Value, g: Value) -> Value:
     )
     # Row 0 and row h stand for themselves, every other row for its conjugate as well.
     weight = op.Cast(
-        op.Add(
-            op.Min(k1, op.Cast(_ints(1), to=_INT32)),
-            op.Min(op.Sub(op.Cast(half, to=_INT32), k1), op.Cast(_ints(1), to=_INT32)),
-        ),
+        op.Add(op.Min(k1, _int32(1)), op.Min(op.Sub(op.Cast(half, to=_INT32), k1), _int32(1))),
         to=_FLOAT,
     )
     weight = op.Div(weight, op.Cast(size, to=_FLOAT))  # (h+1)

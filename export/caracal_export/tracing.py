@@ -1,0 +1,98 @@
+"""From the reference model to a clean ONNX graph in memory, weights still attached."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from caracal import CaracalConfig, CaracalModel
+from caracal_export import passes
+from caracal_export.graph_model import ForwardGraph
+from caracal_export.lowerings import translation_table
+from caracal_runtimes.errors import InputError
+
+TRACED_OPSET = 18
+OPSETS = range(17, 24)
+
+
+def trace_forward(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
+    """Traces the forward graph: `input_ids` [batch, length], `logit_positions` [batch, positions] -> `logits`.
+
+    Args:
+        model: float32, in eval mode.
+        mixing: `matmul` or `dft`.
+        opset: within `OPSETS`.
+
+    Returns:
+        A graph in which batch, length and positions are symbolic, named after the modules it came from.
+    """
+    config: CaracalConfig = model.config
+    graph = ForwardGraph.from_reference(model, config)
+    example = (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
+    shapes = {"input_ids": {0: "batch", 1: "length"}, "logit_positions": {0: "batch", 1: "positions"}}
+    with _quiet():
+        program = torch.onnx.export(
+            graph,
+            example,
+            input_names=["input_ids", "logit_positions"],
+            output_names=["logits"],
+            dynamic_shapes=shapes,
+            custom_translation_table=translation_table(mixing),
+            opset_version=TRACED_OPSET,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+    assert program is not None
+    traced = program.model
+    passes.clean(traced)
+    traced.graph.name = "forward"
+    traced.producer_name, traced.producer_version = "caracal-onnx", None
+    return retarget(traced, opset)
+
+
+def retarget(model: ir.Model, opset: int) -> ir.Model:
+    """The same graph for another opset.
+
+    Opset 17 has every operator used here with the same meaning, but for one attribute of Split. Later ones go through
+    ONNX's own converter (the DFT's axis becomes an input at 20, for instance).
+    """
+    if opset == TRACED_OPSET:
+        return model
+    if opset not in OPSETS:
+        raise InputError(f"--opset must be from {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
+    if opset < TRACED_OPSET:
+        for node in model.graph:
+            if node.op_type == "Split":
+                del node.attributes["num_outputs"]  # opset 17 splits evenly over the outputs there are
+        model.graph.opset_imports[""] = opset
+        return model
+    weights = {name: value.const_value for name, value in model.graph.initializers.items()}
+    for value in model.graph.initializers.values():  # the converter needs no data, and copies what it gets
+        assert value.shape is not None and value.dtype is not None
+        value.const_value = ir.ExternalTensor("none", 0, 0, value.dtype, shape=value.shape, name=value.name or "")
+    converted = onnx.version_converter.convert_version(ir.to_proto(model), opset)
+    result = ir.from_proto(converted)
+    for name, tensor in weights.items():
+        result.graph.initializers[name].const_value = tensor
+    return result
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the tracer's remarks about its own internals away from users; errors still come through."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

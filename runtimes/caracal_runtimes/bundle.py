@@ -1,0 +1,124 @@
+"""A bundle on disk: opened, checked file by file, and handed out as arrays, a tokenizer or a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from caracal_runtimes.errors import BundleError, NotRunError
+from caracal_runtimes.manifest import MANIFEST_FILE, FileEntry, Manifest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from caracal_runtimes.model import CausalLM
+    from caracal_runtimes.safetensors_file import SafetensorsFile
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle. Make one with `Bundle.open`."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: str | Path) -> Bundle:
+        """Reads the manifest and checks that every file is there, inside the folder, and unaltered.
+
+        Raises:
+            BundleError: naming the file or manifest entry that is wrong.
+        """
+        if not str(path).strip():
+            raise BundleError("bundle: the path is empty; expected a folder that `caracal export` wrote")
+        folder = Path(path)
+        manifest_file = folder / MANIFEST_FILE
+        if not folder.exists():
+            raise BundleError(f"bundle: nothing at {folder}; expected a folder that `caracal export` wrote")
+        if not folder.is_dir() or not manifest_file.is_file():
+            hint = ""
+            if folder.is_dir() and (folder / "config.json").exists():
+                hint = f"; it looks like a checkpoint, run `caracal export {folder} -o BUNDLE` first"
+            raise BundleError(f"bundle: {folder} is no bundle, it has no {MANIFEST_FILE}{hint}")
+        try:
+            text = manifest_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BundleError(f"bundle: {manifest_file} cannot be read ({error})") from None
+        bundle = cls(folder, Manifest.from_json(text))
+        for name, entry in bundle.manifest.files.items():
+            bundle._check_file(name, entry)
+        return bundle
+
+    def file(self, name: str) -> Path:
+        """The path of one of the bundle's files."""
+        return self.path / name
+
+    def id(self) -> str:
+        """sha256 over the hashes of all files: two bundles with the same id compute the same."""
+        lines = "".join(f"{entry.sha256} {name}\n" for name, entry in sorted(self.manifest.files.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def tokenizer(self) -> Tokenizer:
+        """The bundle's tokenizer. Raises BundleError when it has none, NotRunError without the library."""
+        if self.manifest.tokenizer is None:
+            raise BundleError("bundle: it has no tokenizer.json, so it cannot read or write text; use token ids (--ids)")
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise NotRunError("text needs the package `tokenizers`: pip install tokenizers") from None
+        try:
+            return Tokenizer.from_file(str(self.file(self.manifest.tokenizer)))
+        except Exception as error:  # the library raises bare Exception
+            raise BundleError(f"bundle: {self.manifest.tokenizer} is no tokenizer this version reads ({error})") from None
+
+    def golden(self) -> SafetensorsFile:
+        """The recorded reference tensors."""
+        from caracal_runtimes.safetensors_file import SafetensorsFile
+
+        return SafetensorsFile.open(self.file(self.manifest.golden.file))
+
+    def model(self, ep: str = "cpu", *, threads: int = 0, ep_options: Mapping[str, Any] | None = None) -> CausalLM:
+        """A model that runs this bundle.
+
+        Args:
+            ep: execution provider; `cpu` for now.
+            threads: intra-op threads, 0 for one per core that this process may use.
+            ep_options: options for the provider.
+        """
+        from caracal_runtimes.model import CausalLM
+
+        return CausalLM(self, ep, threads=threads, ep_options=ep_options)
+
+    def _check_file(self, name: str, entry: FileEntry) -> None:
+        path = self.path / name
+        again = "copy the bundle again or export it again"
+        # A link may lead anywhere, also inside a folder on the way: every step must stay in the bundle.
+        step = self.path
+        for part in Path(name).parts:
+            step = step / part
+            if step.is_symlink():
+                raise BundleError(f"bundle: {name} is a link, which a bundle must not contain; {again}")
+        if not path.is_file():
+            raise BundleError(f"bundle: {name} is missing from {self.path}; {again}")
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise BundleError(f"bundle: {name} has {size:,} bytes, the manifest says {entry.bytes:,}; {again}")
+        if sha256_of(path) != entry.sha256:
+            raise BundleError(f"bundle: {name} was altered, its sha256 is not the manifest's; {again}")
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 of a file in lower-case hex, read in pieces."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise BundleError(f"bundle: {path} cannot be read ({error})") from None
+    return digest.hexdigest()

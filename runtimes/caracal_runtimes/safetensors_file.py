@@ -1,0 +1,100 @@
+"""Reading safetensors with numpy alone, so that a bundle needs no further package.
+
+Format: https://github.com/huggingface/safetensors - 8 bytes header length (little endian), a JSON header
+`{name: {dtype, shape, data_offsets: [begin, end]}}`, then the data. Tensors are mapped, not read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caracal_runtimes.errors import BundleError
+
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"}
+_BFLOAT16 = "BF16"
+_MAX_HEADER = 100 << 20
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: `offset` counts from the start of the file, `bytes` is its length there."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A parsed header; `tensor` maps the data of one name."""
+
+    path: Path
+    entries: dict[str, TensorEntry]
+    metadata: dict[str, str]
+
+    @classmethod
+    def open(cls, path: str | Path) -> SafetensorsFile:
+        """Parses and checks the header. Raises BundleError when the file is not a whole safetensors file."""
+        path = Path(path)
+        try:
+            with path.open("rb") as file:
+                prefix = file.read(8)
+                size = int.from_bytes(prefix, "little")
+                if len(prefix) < 8 or size > _MAX_HEADER:
+                    raise BundleError(f"{path.name} is not a safetensors file: no header of a sensible length")
+                header = json.loads(file.read(size).decode("utf-8"))
+                file.seek(0, 2)
+                data_bytes = file.tell() - 8 - size
+        except OSError as error:
+            raise BundleError(f"{path} cannot be read ({error})") from None
+        except (ValueError, RecursionError):
+            raise BundleError(f"{path.name} is not a safetensors file: its header is not JSON") from None
+        if not isinstance(header, dict):
+            raise BundleError(f"{path.name} is not a safetensors file: its header is no JSON object")
+        metadata = header.pop("__metadata__", None) or {}
+        entries = {name: _entry(path.name, name, value, 8 + size, data_bytes) for name, value in header.items()}
+        return cls(path, entries, {str(k): str(v) for k, v in metadata.items()} if isinstance(metadata, dict) else {})
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """One tensor, read-only; BF16 comes widened to float32. Raises BundleError when there is no such name."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise BundleError(f"{self.path.name} has no tensor {name!r}")
+        if entry.bytes == 0:
+            return np.empty(entry.shape, dtype="<f4" if entry.dtype == _BFLOAT16 else _DTYPES[entry.dtype])
+        stored = "<u2" if entry.dtype == _BFLOAT16 else _DTYPES[entry.dtype]
+        try:
+            array: NDArray[Any] = np.memmap(self.path, dtype=stored, mode="r", offset=entry.offset, shape=entry.shape)
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{self.path} cannot be read ({error})") from None
+        if entry.dtype == _BFLOAT16:
+            return (array.astype("<u4") << 16).view("<f4")
+        return array
+
+
+def _entry(file: str, name: str, value: object, start: int, data_bytes: int) -> TensorEntry:
+    wrong = f"{file} is not a whole safetensors file: the entry of {name!r:.80}"
+    if not isinstance(value, dict):
+        raise BundleError(f"{wrong} is no JSON object")
+    dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if dtype != _BFLOAT16 and dtype not in _DTYPES:
+        raise BundleError(f"{wrong} has a dtype that is not supported: {dtype!r:.40}")
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+        raise BundleError(f"{wrong} has no valid shape and data_offsets")
+    begin, end = offsets
+    width = 2 if dtype == _BFLOAT16 else np.dtype(_DTYPES[dtype]).itemsize
+    if not begin <= end <= data_bytes or end - begin != math.prod(shape) * width:
+        raise BundleError(f"{wrong} points outside the file or does not match its shape; the file may be cut short")
+    return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
