@@ -131,7 +131,10 @@ def match_state(model: CaracalModel, stored: Mapping[str, Tensor], source: Path)
         for twin in twins:
             if present:
                 names.setdefault(twin, names[present[0]])
-    problems = [*_listed("missing", sorted(wanted.keys() - names.keys())), *_listed("unknown", sorted(names.keys() - wanted.keys()))]
+    problems = [
+        *_listed("missing", sorted(wanted.keys() - names.keys())),
+        *_listed("unknown", sorted(names.keys() - wanted.keys())),
+    ]
     wrong = [
         f"{name} has {list(stored[names[name]].shape)}, the config wants {list(shape)}"
         for name, shape in wanted.items()
@@ -181,7 +184,7 @@ def save_checkpoint(model: CaracalModel, path: str | Path, tokenizer_file: str |
         temporary = folder / f".{name}.{os.getpid()}.tmp"
         try:
             writer(temporary)
-            os.replace(temporary, folder / name)
+            temporary.replace(folder / name)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -201,4 +204,4 @@ def _listed(what: str, items: Iterable[str]) -> list[str]:
     return [f"{len(items)} {what} ({', '.join(items[:_MAX_LISTED])}{more})"]
 
 
-__all__ = ["ConfigError", "CheckpointError", "load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointError", "ConfigError", "load_checkpoint", "save_checkpoint"]

@@ -97,7 +97,14 @@ class CaracalConfig:
     eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "sliding_window", "conv_kernel"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "sliding_window",
+            "conv_kernel",
+        ):
             _require_int(name, getattr(self, name), minimum=1)
         _require_int("intermediate_size", self.intermediate_size, minimum=0)
         for name in ("tie_word_embeddings", "use_bias", "norm_before_conv"):
@@ -125,7 +132,9 @@ class CaracalConfig:
             )
         for index, kind in enumerate(types):
             if kind not in LAYER_TYPES:
-                raise ConfigError(f"config: layer_types[{index}] must be one of {', '.join(LAYER_TYPES)}, found {kind!r}")
+                raise ConfigError(
+                    f"config: layer_types[{index}] must be one of {', '.join(LAYER_TYPES)}, found {kind!r}"
+                )
         for name in ("bos_token_id", "eos_token_id"):
             token = getattr(self, name)
             if token is not None:
@@ -161,7 +170,9 @@ class CaracalConfig:
         for key in ("torch_dtype", "intermediate_size", "layer_types"):
             if values.get(key, 0) is None:
                 del values[key]
-        if isinstance(values.get("layer_types", ()), str) or not isinstance(values.get("layer_types", ()), (list, tuple)):
+        if isinstance(values.get("layer_types", ()), str) or not isinstance(
+            values.get("layer_types", ()), (list, tuple)
+        ):
             raise ConfigError(f"config: layer_types must be a list of names, found {values['layer_types']!r}")
         missing = [
             name

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import time
 from pathlib import Path
 
@@ -58,7 +57,9 @@ def add_residual_dropout(model: CaracalModel, p: float) -> None:
 
 
 @torch.no_grad()
-def bits_per_byte(model: CaracalModel, ids: np.ndarray, text_bytes: int, context: int, limit: int | None = None) -> float:
+def bits_per_byte(
+    model: CaracalModel, ids: np.ndarray, text_bytes: int, context: int, limit: int | None = None
+) -> float:
     """Mean code length of a text cut into windows of `context` tokens, each opened by the end-of-text token."""
     model.eval()
     total, scored = 0.0, 0
@@ -73,7 +74,7 @@ def bits_per_byte(model: CaracalModel, ids: np.ndarray, text_bytes: int, context
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up, then a cosine down to a tenth... of a tenth: the last steps are the fine ones."""
+    """Linear warm-up, then a cosine down to a fiftieth."""
     if step < args.warmup:
         return args.lr * (step + 1) / args.warmup
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -150,8 +151,9 @@ def main() -> None:
             "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
             "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(rng.bit_generator.state),
         }  # fmt: skip
-        torch.save(state, resume_file.with_suffix(".tmp"))
-        os.replace(resume_file.with_suffix(".tmp"), resume_file)
+        temporary = resume_file.with_suffix(".tmp")
+        torch.save(state, temporary)
+        temporary.replace(resume_file)
         save_checkpoint(model, args.output / "model", tokenizer_file=tokenizer_file)
 
     model.train()
@@ -174,8 +176,13 @@ def main() -> None:
               f"{speed * (args.steps - step) / 60:.1f} min left  ", end="", flush=True)  # fmt: skip
         if step % args.eval_every == 0 or step == args.steps:
             limit = None if step == args.steps else 12
-            scores = {c: bits_per_byte(model, heldout_ids, heldout_bytes, c, limit and limit * 1024 // c) for c in (64, 1024)}
-            print(f"\nheld-out bits per byte: {scores[64]:.4f} (context 64), {scores[1024]:.4f} (context 1024)", flush=True)
+            scores = {
+                c: bits_per_byte(model, heldout_ids, heldout_bytes, c, limit and limit * 1024 // c) for c in (64, 1024)
+            }
+            print(
+                f"\nheld-out bits per byte: {scores[64]:.4f} (context 64), {scores[1024]:.4f} (context 1024)",
+                flush=True,
+            )
             with log_file.open("a") as log:
                 log.write(json.dumps({"step": step, "train_loss": running, "bits_per_byte": scores}) + "\n")
         if step % args.save_every == 0 or step == args.steps:

@@ -14,17 +14,19 @@ import re
 import sys
 from pathlib import Path
 
-BOOKS = dict(
-    Ge="Genesis", Exo="Exodus", Lev="Leviticus", Num="Numbers", Deu="Deuteronomy", Josh="Joshua", Jdgs="Judges",
-    Ruth="Ruth", Ezra="Ezra", Neh="Nehemiah", Est="Esther", Job="Job", Psa="Psalm", Prv="Proverbs",
-    Eccl="Ecclesiastes", SSol="Song of Solomon", Isa="Isaiah", Jer="Jeremiah", Lam="Lamentations", Eze="Ezekiel",
-    Dan="Daniel", Hos="Hosea", Joel="Joel", Amos="Amos", Obad="Obadiah", Jonah="Jonah", Mic="Micah", Nahum="Nahum",
-    Hab="Habakkuk", Zep="Zephaniah", Hag="Haggai", Zec="Zechariah", Mal="Malachi", Mat="Matthew", Mark="Mark",
-    Luke="Luke", John="John", Acts="Acts", Rom="Romans", Gal="Galatians", Eph="Ephesians", Phi="Philippians",
-    Col="Colossians", Titus="Titus", Phmn="Philemon", Heb="Hebrews", Jas="James", Jude="Jude", Rev="Revelation",
-    Sm="Samuel", Ki="Kings", Chr="Chronicles", Cor="Corinthians", Th="Thessalonians", Tim="Timothy", Pet="Peter",
-    Jn="John",
-)  # fmt: skip
+BOOKS = {
+    "Ge": "Genesis", "Exo": "Exodus", "Lev": "Leviticus", "Num": "Numbers", "Deu": "Deuteronomy",
+    "Josh": "Joshua", "Jdgs": "Judges", "Ruth": "Ruth", "Ezra": "Ezra", "Neh": "Nehemiah", "Est": "Esther",
+    "Job": "Job", "Psa": "Psalm", "Prv": "Proverbs", "Eccl": "Ecclesiastes", "SSol": "Song of Solomon",
+    "Isa": "Isaiah", "Jer": "Jeremiah", "Lam": "Lamentations", "Eze": "Ezekiel", "Dan": "Daniel",
+    "Hos": "Hosea", "Joel": "Joel", "Amos": "Amos", "Obad": "Obadiah", "Jonah": "Jonah", "Mic": "Micah",
+    "Nahum": "Nahum", "Hab": "Habakkuk", "Zep": "Zephaniah", "Hag": "Haggai", "Zec": "Zechariah",
+    "Mal": "Malachi", "Mat": "Matthew", "Mark": "Mark", "Luke": "Luke", "John": "John", "Acts": "Acts",
+    "Rom": "Romans", "Gal": "Galatians", "Eph": "Ephesians", "Phi": "Philippians", "Col": "Colossians",
+    "Titus": "Titus", "Phmn": "Philemon", "Heb": "Hebrews", "Jas": "James", "Jude": "Jude", "Rev": "Revelation",
+    "Sm": "Samuel", "Ki": "Kings", "Chr": "Chronicles", "Cor": "Corinthians", "Th": "Thessalonians",
+    "Tim": "Timothy", "Pet": "Peter", "Jn": "John",
+}  # fmt: skip
 HELD_OUT = frozenset({"Ruth", "Esther", "Ecclesiastes", "Jonah", "Philippians", "James"})
 _VERSE = re.compile(r"([1-3]?)([A-Za-z]+)(\d+):(\d+) (.*)")
 

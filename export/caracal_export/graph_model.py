@@ -141,7 +141,9 @@ class _Block(nn.Module):
         super().__init__()
         # Registered under the checkpoint's names, so that names in the graph are the checkpoint's too.
         self.mixer_name = "mhf" if layer_type == MHF else "swa"
-        self.add_module(self.mixer_name, _MultiHeadFourier(config) if layer_type == MHF else _SlidingWindowAttention(config))
+        self.add_module(
+            self.mixer_name, _MultiHeadFourier(config) if layer_type == MHF else _SlidingWindowAttention(config)
+        )
         self.ffn = _FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,7 +159,9 @@ class ForwardGraph(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(_Block(config, kind) for kind in config.layer_types)
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.lm_head = None if config.tie_word_embeddings else _Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = (
+            None if config.tie_word_embeddings else _Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
 
     @classmethod
     def from_reference(cls, model: nn.Module, config: CaracalConfig) -> ForwardGraph:

@@ -55,7 +55,7 @@ def _column(x: Value) -> Value:
 
 
 def roots_of_unity(size: Value) -> tuple[Value, Value]:
-    """cos and sin of 2 pi m / N for m = 0 .. 2N-1 (two periods), float32, within 1.2e-7 of the exact values.
+    """Cos and sin of 2 pi m / N for m = 0 .. 2N-1 (two periods), float32, within 1.2e-7 of the exact values.
 
     The angle is reduced to the nearest quarter turn in integers, q = round(4m / N) and r = 4m - qN, so that the
     remaining angle (pi/2)(r/N) lies in [-pi/4, pi/4], where a short Taylor polynomial is exact to float32. Only Mul and

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import onnx
 import onnx_ir as ir
 import torch
+from caracal_runtimes.errors import InputError
 
 from caracal import CaracalConfig, CaracalModel
 from caracal_export import passes
 from caracal_export.graph_model import ForwardGraph
 from caracal_export.lowerings import translation_table
-from caracal_runtimes.errors import InputError
 
 TRACED_OPSET = 18
 OPSETS = range(17, 24)

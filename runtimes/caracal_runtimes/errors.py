@@ -21,3 +21,9 @@ class NotRunError(RuntimeToolError):
     """Nothing could be run or compared: a missing library, a crash, an empty comparison."""
 
     exit_code = 3
+
+
+class NumericError(RuntimeToolError):
+    """A computed value that is not a number: a finding, never a result."""
+
+    exit_code = 1

@@ -42,13 +42,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """One ONNX graph: its file, the opset it needs, how it computes the mixing, and what goes in and out."""
+    """One ONNX graph: its file, opset, way of computing the mixing, inputs, outputs, and number of nodes by operator."""
 
     file: str
     opset: int
     mixing: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    operators: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,7 @@ def _parse_graph(entry: _Reader) -> GraphSpec:
         mixing=entry.get("mixing", str),
         inputs=tuple(_parse_tensor(item) for item in entry.items("inputs")),
         outputs=tuple(_parse_tensor(item) for item in entry.items("outputs")),
+        operators={op: counts.size(op) for counts in (entry.child("operators"),) for op in counts.data},
     )
 
 
@@ -265,9 +267,7 @@ def _parse_model(config: Mapping[str, Any]) -> ModelSpec:
             "sliding_window",
         )
     }
-    tokens = {
-        key: None if config.get(key) is None else entry.size(key) for key in ("bos_token_id", "eos_token_id")
-    }
+    tokens = {key: None if config.get(key) is None else entry.size(key) for key in ("bos_token_id", "eos_token_id")}
     return ModelSpec(**sizes, **tokens)  # type: ignore[arg-type]
 
 

@@ -13,8 +13,10 @@ from caracal_runtimes.tolerances import Tolerance
 
 @dataclass(frozen=True)
 class Metrics:
-    """Figures of one comparison. `positions` counts rows of logits; a figure that needs the whole vocabulary is None
-    where only some columns were recorded.
+    """Figures of one comparison.
+
+    `positions` counts rows of logits; a figure that needs the whole vocabulary is None where only some columns were
+    recorded.
 
     `needed_scale` is the smallest factor by which the elementwise tolerance would have to grow for every element to
     pass: below 1 all pass. `first_outlier` indexes the logits array [B, P, V] at the first element that does not.

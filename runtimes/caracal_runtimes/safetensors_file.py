@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 
 from caracal_runtimes.errors import BundleError
 
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"}
+_DTYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+}
 _BFLOAT16 = "BF16"
 _MAX_HEADER = 100 << 20
 
@@ -84,7 +94,9 @@ def _entry(file: str, name: str, value: object, start: int, data_bytes: int) -> 
     wrong = f"{file} is not a whole safetensors file: the entry of {name!r:.80}"
     if not isinstance(value, dict):
         raise BundleError(f"{wrong} is no JSON object")
-    dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype: Any = value.get("dtype")
+    shape: Any = value.get("shape")
+    offsets: Any = value.get("data_offsets")
     if dtype != _BFLOAT16 and dtype not in _DTYPES:
         raise BundleError(f"{wrong} has a dtype that is not supported: {dtype!r:.40}")
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:

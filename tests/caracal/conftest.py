@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from caracal.config import CaracalConfig
 from caracal.model import CaracalModel
@@ -30,7 +31,8 @@ TINY: dict[str, Any] = {
 def numpy_reference() -> ModuleType:
     """The module beside this file; loaded by path, since importlib mode puts no test folder on `sys.path`."""
     spec = importlib.util.spec_from_file_location("numpy_reference", Path(__file__).with_name("numpy_reference.py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -85,3 +87,34 @@ def random_ids() -> Callable[..., Tensor]:
         return torch.randint(TINY["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
 
     return make
+
+
+class _LargestTensor(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return out
+
+
+@pytest.fixture
+def largest_tensor() -> Callable[[], Any]:
+    """`with largest_tensor() as largest:` records in `largest.elements` the size of the largest tensor made inside."""
+    return _LargestTensor
+
+
+@pytest.fixture
+def rfft_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes that entered `torch.fft.rfft` so far, in order."""
+    seen: list[torch.dtype] = []
+    original = torch.fft.rfft
+
+    def record(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(x.dtype)
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.fft, "rfft", record)
+    return seen

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from caracal import mixing
 
@@ -28,7 +27,8 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 def relative(got: Tensor, expected: Tensor) -> float:
     """Largest difference in units of the largest expected value."""
     assert got.shape == expected.shape
-    return float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
+    got, expected = got.detach().double(), expected.detach().double()
+    return float((got - expected).abs().max() / expected.abs().max())
 
 
 def double_loop(v: Tensor, g: Tensor) -> Tensor:
@@ -128,17 +128,9 @@ def test_half_precision_is_half_a_unit_from_the_exact_sum(half: torch.dtype) -> 
 
 
 @HALVES
-def test_both_half_streams_are_widened_before_the_transform(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.dtype] = []
-    original = torch.fft.rfft
-
-    def record(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append(x.dtype)
-        return original(x, *args, **kwargs)
-
-    monkeypatch.setattr(torch.fft, "rfft", record)
+def test_both_half_streams_are_widened_before_the_transform(half: torch.dtype, rfft_dtypes: list[torch.dtype]) -> None:
     mixing.causal_conv_fft(randn(1, 9, 2, dtype=half), randn(1, 9, 2, dtype=half))
-    assert seen == [torch.float32, torch.float32]
+    assert rfft_dtypes == [torch.float32, torch.float32]
 
 
 @CONVOLUTIONS
@@ -239,11 +231,10 @@ def test_window_of_one_returns_the_values() -> None:
 
 def test_window_beyond_the_length_is_causal_attention() -> None:
     q, k, v = qkv(2, 23, 2, 4)
-    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
     for window in (23, 24, 10_000):
-        torch.testing.assert_close(
-            mixing.sliding_window_attention(q, k, v, window), expected, rtol=1e-12, atol=1e-13
-        )
+        torch.testing.assert_close(mixing.sliding_window_attention(q, k, v, window), expected, rtol=1e-12, atol=1e-13)
 
 
 def test_window_counts_the_token_itself() -> None:
@@ -263,38 +254,25 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(y, masked_attention(q, k, v.float(), 5), rtol=1e-5, atol=1e-6)
 
 
-class Largest(TorchDispatchMode):
-    """Records the most elements that any tensor made under it has."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(value, Tensor):
-                self.elements = max(self.elements, value.numel())
-        return out
-
-
-def test_attention_makes_no_square_of_the_length() -> None:
+def test_attention_makes_no_square_of_the_length(largest_tensor: Callable[[], Any]) -> None:
     """The largest thing at L = 4096 is the block scores, H * L * 2W elements: a 32nd of one L x L matrix per head."""
     length, window, heads = 4096, 64, 2
     q, k, v = (x.float() for x in qkv(1, length, heads, 4))
-    with Largest() as largest:
+    with largest_tensor() as largest:
         mixing.sliding_window_attention(q, k, v, window)
     assert largest.elements < length * length
     assert largest.elements <= heads * length * 2 * window
 
 
-def test_the_recorder_sees_a_square_of_the_length() -> None:
+def test_the_recorder_sees_a_square_of_the_length(largest_tensor: Callable[[], Any]) -> None:
     q, k, v = qkv(1, 256, 1, 2)
-    with Largest() as largest:
+    with largest_tensor() as largest:
         mixing.sliding_window_attention_direct(q, k, v, 8)
     assert largest.elements == 256 * 256
 
 
-def test_convolution_makes_no_square_of_the_length() -> None:
+def test_convolution_makes_no_square_of_the_length(largest_tensor: Callable[[], Any]) -> None:
     v, g = randn(1, 4096, 2, dtype=torch.float32), randn(1, 4096, 2, dtype=torch.float32)
-    with Largest() as largest:
+    with largest_tensor() as largest:
         mixing.causal_conv_fft(v, g)
     assert largest.elements <= 2 * 2 * 4096

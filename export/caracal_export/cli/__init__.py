@@ -1,0 +1,1 @@
+"""The subcommands `export`, `demo` and `info` of the command `caracal`."""

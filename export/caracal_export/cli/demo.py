@@ -1,0 +1,68 @@
+"""Run the main job on the trained checkpoint that ships with the package.
+
+Exports it with both lowerings of the mixing, proves both against PyTorch, writes a passage, and times the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from caracal_runtimes.cli.progress import ProgressLine
+
+HELP = "export, prove, generate and time the shipped checkpoint"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", default="caracal-demo", help="folder for the bundles (default: caracal-demo)"
+    )
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads (default: one per core)")
+    parser.add_argument("--seed", type=int, default=7, metavar="S", help="seed of the passage (default: 7)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    from caracal_export.cli.require import require_export_packages
+
+    require_export_packages()
+    from caracal_runtimes.bundle import Bundle
+    from caracal_runtimes.report import parity_table, verdict_line
+    from caracal_runtimes.sampling import SamplingOptions
+
+    from caracal_export import demo
+
+    output = Path(args.output)
+    options = SamplingOptions(temperature=0.8, top_p=0.95, seed=args.seed)
+    with ProgressLine() as progress:
+        exported = demo.export_both(output, threads=args.threads, progress=progress)
+    verdicts = []
+    for mixing, result in exported.items():
+        assert result.report is not None
+        print(f"== {mixing}: {result.path}, {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB\n")
+        print(parity_table(result.report).partition("\n\n")[2] + "\n")
+        verdicts += [verdict_line(result.report, provider) for provider in result.report.providers]
+
+    models = {mixing: Bundle.open(result.path).model(threads=args.threads) for mixing, result in exported.items()}
+    print("== a passage, without PyTorch\n")
+    sys.stdout.write(demo.PROMPT)
+    models["matmul"].generate(demo.PROMPT, max_new_tokens=120, options=options, on_text=lambda row, text: _show(text))
+    print("\n")
+
+    with ProgressLine() as progress:
+        timings = demo.time_forward(models, progress)
+    print(f"== one forward pass, last logits only, {models['matmul'].threads} thread(s), median ms\n")
+    print("length  " + "  ".join(f"{mixing:>8}" for mixing in models) + "  ratio")
+    for timing in timings:
+        cells = "  ".join(f"{timing.milliseconds[mixing]:8.1f}" for mixing in models)
+        print(f"{timing.length:6}  {cells}  {timing.milliseconds['dft'] / timing.milliseconds['matmul']:5.1f}")
+    print()
+    print("\n".join(verdicts))
+    return 0
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

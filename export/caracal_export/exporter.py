@@ -1,0 +1,249 @@
+"""`caracal export` as a function: checkpoint in, proven bundle out."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import safetensors.numpy
+import torch
+from caracal_runtimes.bundle import Bundle, sha256_of
+from caracal_runtimes.errors import InputError
+from caracal_runtimes.manifest import MANIFEST_FILE, FileEntry, Golden, GraphSpec, Manifest, TensorSpec
+from caracal_runtimes.parity import ParityReport, run_parity
+from caracal_runtimes.report import parity_table
+from safetensors import SafetensorError
+
+from caracal import CaracalConfig, CaracalModel
+from caracal.checkpoint import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, checkpoint_folder, load_checkpoint
+from caracal_export import goldens, weights
+from caracal_export.card import model_card
+from caracal_export.errors import VerificationError
+from caracal_export.lowerings import MIXINGS
+from caracal_export.staging import check_target, staged_folder
+from caracal_export.tracing import OPSETS, TRACED_OPSET, trace_forward
+
+GRAPH_FILE = "forward.onnx"
+GOLDEN_FILE = "golden.safetensors"
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A written bundle and what its verification found (None with `verify=False`)."""
+
+    path: Path
+    parameters: int
+    bytes: int
+    report: ParityReport | None
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    mixing: str = "matmul",
+    opset: int = TRACED_OPSET,
+    overwrite: bool = False,
+    verify: bool = True,
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> Exported:
+    """Exports a checkpoint folder to a bundle, and proves that the bundle computes the same.
+
+    Args:
+        checkpoint: folder with `config.json`, `model.safetensors` and optionally `tokenizer.json`.
+        output: folder to write; written whole or not at all.
+        mixing: `matmul` (runs on every provider) or `dft` (the ONNX DFT operator).
+        opset: ONNX opset of the graphs, within `tracing.OPSETS`.
+        overwrite: replace an existing bundle at `output`.
+        verify: compare every weight with the checkpoint and every golden with ONNX Runtime before the bundle appears.
+        threads: for the verification, 0 for one per core.
+        progress: called with what is being done, done and total.
+
+    Raises:
+        InputError, CaracalError: bad arguments, a bad checkpoint, a target that must not be written, a failed write.
+        VerificationError: the exported graph does not compute what the checkpoint computes; nothing was written.
+    """
+    if mixing not in MIXINGS:
+        raise InputError(f"--mixing must be one of {', '.join(MIXINGS)}, found {mixing!r}")
+    if opset not in OPSETS:
+        raise InputError(f"--opset must be from {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
+    source, target = checkpoint_folder(checkpoint), Path(output)
+    check_target(target, overwrite=overwrite)
+    report = progress or (lambda what, done, total: None)
+
+    report("reading the checkpoint", 0, 1)
+    model = load_checkpoint(source)
+    tokenizer = _check_tokenizer(source / TOKENIZER_FILE, model.config)
+    _check_room(target, model)
+    try:
+        with staged_folder(target, overwrite=overwrite) as stage:
+            recorded = goldens.record(
+                model, lambda what, done, total: report(f"recording goldens: {what}", done, total)
+            )
+            safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
+            report("tracing the graph", 0, 1)
+            graph = trace_forward(model, mixing, opset)
+            report("writing weights and graph", 0, 1)
+            weights.write_weights(graph, stage)
+            weights.refer_to_weights(graph, stage)
+            ir.save(graph, stage / GRAPH_FILE)
+            check_graph(stage / GRAPH_FILE)
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, stage / TOKENIZER_FILE)
+            manifest = Manifest(
+                config=model.config.to_dict(),
+                precision="float32",
+                graphs={"forward": _describe(graph, GRAPH_FILE, opset, mixing)},
+                weights=weights.WEIGHTS_FILE,
+                golden=Golden(
+                    GOLDEN_FILE, f"PyTorch {torch.__version__} float32", tuple(recorded.cases), tuple(recorded.greedy)
+                ),
+                files={},
+                tokenizer=None if tokenizer is None else TOKENIZER_FILE,
+                producer=_versions(),
+                source=_source(source),
+            )
+            (stage / MANIFEST_FILE).write_text(_with_files(manifest, stage).to_json(), encoding="utf-8")
+            found = _verify(model, stage, threads, report) if verify else None
+            card = model_card(
+                model.config, model.num_parameters(), manifest.graphs["forward"], manifest.source["sha256"], found
+            )
+            (stage / "README.md").write_text(card, encoding="utf-8")
+            manifest = replace(manifest, verification=None if found is None else _summary(found))
+            (stage / MANIFEST_FILE).write_text(_with_files(manifest, stage).to_json(), encoding="utf-8")
+            size = sum(path.stat().st_size for path in stage.iterdir())
+    except SafetensorError as error:
+        raise InputError(f"export: cannot write {target} ({error}); nothing was changed") from error
+    return Exported(target, model.num_parameters(), size, found)
+
+
+def check_graph(path: Path) -> None:
+    """ONNX's own checks on a written graph: the checker with full shape inference, strictly.
+
+    Raises:
+        VerificationError: with the checker's words.
+    """
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+        graph = onnx.load(str(path), load_external_data=False)
+        onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True, data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise VerificationError(f"export: the graph is not valid ONNX: {error}") from error
+
+
+def _verify(model: CaracalModel, stage: Path, threads: int, report: Progress) -> ParityReport:
+    report("comparing weights", 0, 1)
+    weights.compare_weights(model, stage / GRAPH_FILE)
+    found = run_parity(
+        Bundle.open(stage),
+        threads=threads,
+        progress=lambda what, done, total: report(f"verifying: {what}", done, total),
+    )
+    if found.verdict != "PASSED":
+        raise VerificationError(
+            f"export: the bundle does not compute what the checkpoint does; not written\n{parity_table(found)}"
+        )
+    return found
+
+
+def _check_tokenizer(path: Path, config: CaracalConfig) -> Path | None:
+    """The tokenizer's path, or None when the checkpoint has none. Raises InputError for one that does not fit."""
+    if not path.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise InputError(f"export: {path} is no tokenizer that the package `tokenizers` reads ({error})") from None
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    highest = max(vocabulary.values(), default=-1)
+    if highest >= config.vocab_size:
+        raise InputError(
+            f"export: {path} has token ids up to {highest}, the model's vocab_size is {config.vocab_size}; "
+            f"the tokenizer is of another model"
+        )
+    return path
+
+
+def _check_room(target: Path, model: CaracalModel) -> None:
+    """Refuses to start an export that the disk cannot hold; the weights and the goldens are all that is large."""
+    needed = 4 * model.num_parameters() + (64 << 20)
+    free = shutil.disk_usage(target.absolute().parent).free
+    if free < needed:
+        raise InputError(
+            f"export: {target} needs about {needed / 1e6:,.0f} MB, the disk has {free / 1e6:,.0f} MB free; make room or "
+            f"choose another place"
+        )
+
+
+def _describe(graph: ir.Model, file: str, opset: int, mixing: str) -> GraphSpec:
+    def spec(value: ir.Value) -> TensorSpec:
+        assert value.dtype is not None and value.shape is not None and value.name is not None
+        shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
+        return TensorSpec(value.name, {"FLOAT": "float32", "INT64": "int64"}[value.dtype.name], shape)
+
+    return GraphSpec(
+        file=file,
+        opset=opset,
+        mixing=mixing,
+        inputs=tuple(map(spec, graph.graph.inputs)),
+        outputs=tuple(map(spec, graph.graph.outputs)),
+        operators=dict(sorted(Counter(node.op_type for node in graph.graph).items())),
+    )
+
+
+def _with_files(manifest: Manifest, stage: Path) -> Manifest:
+    files = {
+        path.name: FileEntry(path.stat().st_size, sha256_of(path))
+        for path in sorted(stage.iterdir())
+        if path.name != MANIFEST_FILE
+    }
+    return replace(manifest, files=files)
+
+
+def _summary(report: ParityReport) -> dict[str, Any]:
+    """What the manifest keeps of the verification: the verdict, the limits, and the worst figures met."""
+    (provider,) = report.providers
+    figures = [case.metrics for case in provider.cases if case.metrics is not None]
+    return {
+        "verdict": report.verdict,
+        "reference": report.reference,
+        "level": provider.level,
+        "limit_relative_l2": provider.tolerance.relative_l2,
+        "worst_relative_l2": max(m.relative_l2 for m in figures),
+        "worst_max_abs": max(m.max_abs for m in figures),
+        "worst_kl": max((m.kl_max for m in figures if m.kl_max is not None), default=None),
+        "comparisons": len(provider.cases) + len(provider.greedy),
+        "threads": provider.threads,
+        "environment": report.environment,
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("caracal-onnx", "torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "safetensors")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _source(folder: Path) -> dict[str, Any]:
+    files = {name: sha256_of(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return {"name": folder.absolute().name, "sha256": digest, "files": files}

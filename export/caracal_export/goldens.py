@@ -1,0 +1,195 @@
+"""Goldens: inputs and float32 PyTorch outputs that travel with a bundle.
+
+Lengths are chosen where implementations break (1, 2, 3, around the window, odd, beyond the window, rows of different
+lengths), positions where blocks and transforms meet, and ids so that every row of the embedding is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from caracal_runtimes.errors import InputError
+from caracal_runtimes.manifest import GoldenCase, GoldenGreedy
+from numpy.typing import NDArray
+
+from caracal import CaracalConfig, CaracalModel
+
+_SEED = 20260502
+_LOGIT_BYTES = 1 << 19  # logits recorded per row at most; fewer positions are kept for large vocabularies
+_COLUMNS = 64  # vocabulary ids recorded per position where all positions are
+_COVERAGE_LENGTH = 512
+_COVERAGE_VOCABULARY = 16384  # up to here all ids are read even where a tied head shows every row anyway
+GREEDY_TOKENS = 32
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Recorded:
+    """Tensors for `golden.safetensors` and their description for the manifest."""
+
+    tensors: dict[str, NDArray[np.generic]] = field(default_factory=dict)
+    cases: list[GoldenCase] = field(default_factory=list)
+    greedy: list[GoldenGreedy] = field(default_factory=list)
+
+
+def record(model: CaracalModel, progress: Progress | None = None) -> Recorded:
+    """Runs the reference on every golden input.
+
+    Args:
+        model: float32, in eval mode.
+        progress: called with a name, done and total.
+    """
+    config = model.config
+    rng = np.random.default_rng(_SEED)
+    plans = [*_length_plans(config, rng), *_coverage_plans(config, rng)]
+    prompts = _prompts(config, rng)
+    recorded = Recorded()
+    total = len(plans) + len(prompts)
+    for index, plan in enumerate(plans):
+        if progress is not None:
+            progress(plan.name, index, total)
+        _record_case(model, plan, recorded)
+    for index, (name, prompt) in enumerate(prompts.items()):
+        if progress is not None:
+            progress(name, len(plans) + index, total)
+        _record_greedy(model, name, prompt, recorded)
+    if progress is not None:
+        progress("done", total, total)
+    return recorded
+
+
+@dataclass(frozen=True)
+class _Plan:
+    name: str
+    rows: list[NDArray[np.int64]]
+    columns: NDArray[np.int64] | None = None
+
+
+def _length_plans(config: CaracalConfig, rng: np.random.Generator) -> list[_Plan]:
+    window = config.sliding_window
+    lengths: dict[str, Sequence[int]] = {
+        "one": [1],
+        "two": [2, 2],
+        "three": [3, 3, 3],
+        "window_minus_1": [max(1, window - 1)],
+        "window": [window],
+        "window_plus_1": [window + 1],
+        "odd": [37, 37],
+        "beyond_window": [3 * window + 5],
+        "ragged": [1, window + 1, 2 * window + 3],
+    }
+    return [
+        _Plan(name, [rng.integers(0, config.vocab_size, n) for n in row_lengths])
+        for name, row_lengths in lengths.items()
+    ]
+
+
+def _coverage_plans(config: CaracalConfig, rng: np.random.Generator) -> list[_Plan]:
+    """Rows that hold every id once, all positions compared on a few columns of the vocabulary.
+
+    With a tied head the other cases already show every row of the embedding as a column of logits; for large
+    vocabularies that must do.
+    """
+    if config.tie_word_embeddings and config.vocab_size > _COVERAGE_VOCABULARY:
+        return []
+    ids = rng.permutation(config.vocab_size)
+    length = min(_COVERAGE_LENGTH, config.vocab_size)
+    rows = -(-config.vocab_size // length)
+    ids = np.concatenate((ids, ids[: rows * length - len(ids)])).reshape(rows, length)
+    columns = np.sort(rng.permutation(config.vocab_size)[:_COLUMNS])
+    return [_Plan(f"vocabulary_{index}", [row], columns) for index, row in enumerate(ids)]
+
+
+def _positions(length: int, config: CaracalConfig) -> NDArray[np.int64]:
+    """Positions to record: all if they fit, else the ends, block and power-of-two edges, and an even spread."""
+    limit = max(4, _LOGIT_BYTES // (4 * config.vocab_size))
+    if length <= limit:
+        return np.arange(length)
+    window = config.sliding_window
+    edges = [0, length - 1, *(k * window + d for k in range(1, length // window + 1) for d in (-1, 0))]
+    edges += [(1 << e) + d for e in range(1, length.bit_length()) for d in (-1, 0)]
+    chosen = sorted({p for p in edges if 0 <= p < length})
+    if len(chosen) > limit:
+        chosen = [chosen[i] for i in np.linspace(0, len(chosen) - 1, limit).astype(int)]
+    spread = np.linspace(0, length - 1, max(0, limit - len(chosen))).astype(int).tolist()
+    return np.asarray(sorted({*chosen, *spread}), dtype=np.int64)
+
+
+@torch.no_grad()
+def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
+    config = model.config
+    length = max(map(len, plan.rows))
+    ids = np.zeros((len(plan.rows), length), dtype=np.int64)
+    kept = [np.arange(len(r)) if plan.columns is not None else _positions(len(r), config) for r in plan.rows]
+    positions = np.zeros((len(plan.rows), max(map(len, kept))), dtype=np.int64)
+    logits = []
+    for index, (row, keep) in enumerate(zip(plan.rows, kept, strict=True)):
+        ids[index, : len(row)] = row
+        # A short row repeats its last position; what stands in its padding is never read.
+        positions[index] = np.pad(keep, (0, positions.shape[1] - len(keep)), mode="edge")
+        # The reference runs each row alone, unpadded: a padded batch must give the same.
+        out = model(torch.from_numpy(row)[None], torch.from_numpy(positions[index : index + 1]))
+        logits.append(out.numpy() if plan.columns is None else out[..., torch.from_numpy(plan.columns)].numpy())
+    if not all(np.isfinite(row).all() for row in logits):
+        where = first_not_finite(model, torch.from_numpy(ids))
+        raise InputError(
+            f"export: the checkpoint itself computes NaN or infinite values, first in {where} (golden {plan.name}); there "
+            f"is nothing to be equal to, look at that layer's weights"
+        )
+    recorded.tensors[f"{plan.name}/input_ids"] = ids
+    recorded.tensors[f"{plan.name}/lengths"] = np.asarray([len(r) for r in plan.rows], dtype=np.int64)
+    recorded.tensors[f"{plan.name}/logit_positions"] = positions
+    recorded.tensors[f"{plan.name}/logits"] = np.concatenate(logits)
+    if plan.columns is not None:
+        recorded.tensors[f"{plan.name}/columns"] = plan.columns
+    recorded.cases.append(GoldenCase(plan.name, len(plan.rows), length, columns=plan.columns is not None))
+
+
+@torch.no_grad()
+def first_not_finite(model: CaracalModel, input_ids: torch.Tensor) -> str:
+    """Name of the first module, in order of execution, whose output is not finite for these ids [B, L]."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+            if not found and not torch.isfinite(output).all():
+                found.append(name)
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name or "the model")) for name, module in model.named_modules()]
+    try:
+        model(input_ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else "no module's output (the logits alone)"
+
+
+def _prompts(config: CaracalConfig, rng: np.random.Generator) -> dict[str, NDArray[np.int64]]:
+    first = config.bos_token_id if config.bos_token_id is not None else int(rng.integers(config.vocab_size))
+    return {
+        "greedy_from_start": np.asarray([first], dtype=np.int64),
+        "greedy_beyond_window": np.asarray(
+            [first, *rng.integers(0, config.vocab_size, config.sliding_window + 4)], dtype=np.int64
+        ),
+    }
+
+
+@torch.no_grad()
+def _record_greedy(model: CaracalModel, name: str, prompt: NDArray[np.int64], recorded: Recorded) -> None:
+    ids = torch.from_numpy(prompt)[None]
+    margins = []
+    for _ in range(GREEDY_TOKENS):
+        logits = model(ids, torch.tensor([[ids.shape[1] - 1]]))[0, 0]
+        best = logits.topk(min(2, len(logits))).values
+        margins.append(float(best[0] - best[-1]) if len(best) > 1 else float("inf"))
+        ids = torch.cat((ids, logits.argmax().reshape(1, 1)), dim=1)
+    recorded.tensors[f"{name}/prompt"] = prompt
+    recorded.tensors[f"{name}/continuation"] = ids[0, len(prompt) :].numpy().copy()
+    recorded.tensors[f"{name}/margins"] = np.asarray(margins, dtype=np.float32)
+    recorded.greedy.append(GoldenGreedy(name, len(prompt), GREEDY_TOKENS))

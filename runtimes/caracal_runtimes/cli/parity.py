@@ -1,0 +1,58 @@
+"""Compare a provider with the PyTorch outputs recorded in the bundle.
+
+Exit code 0 when everything agrees, 1 when something does not, 3 when nothing could be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, ep_options
+from caracal_runtimes.cli.progress import ProgressLine
+from caracal_runtimes.errors import InputError
+
+HELP = "prove that a provider computes the same as PyTorch did"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    add_runtime_arguments(parser)
+    parser.add_argument(
+        "--level", metavar="NAME", help="tolerance level (default: the provider's own; see docs/tolerances.md)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the whole report to FILE as JSON")
+    add_format_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    from caracal_runtimes.bundle import Bundle
+    from caracal_runtimes.parity import run_parity
+    from caracal_runtimes.report import parity_table, verdict_line
+
+    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
+        raise InputError(f"--json: the folder of {args.json} does not exist")
+    if options := ep_options(args):
+        raise InputError(f"--ep-option: the provider {args.ep} takes none, found {', '.join(options)}")
+    bundle = Bundle.open(args.bundle)
+    with ProgressLine() as progress:
+        report = run_parity(
+            bundle,
+            args.ep,
+            threads=args.threads,
+            level=args.level,
+            progress=lambda what, done, total: progress(f"comparing: {what}", done, total),
+        )
+    text = json.dumps(report.to_dict(), indent=2)
+    if args.json is not None:
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    if args.format == "json":
+        print(text)
+    else:
+        print(parity_table(report))
+        print()
+        for provider in report.providers:
+            print(verdict_line(report, provider))
+    return report.exit_code

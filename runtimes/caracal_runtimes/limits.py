@@ -1,0 +1,104 @@
+"""What a forward pass may ask for, checked before it runs: memory, tensor sizes, ids.
+
+Beyond 2^31 elements in one tensor ONNX Runtime computes wrong values without an error, and a process that outgrows its
+memory is killed without a word; both are refused here, with the numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caracal_runtimes.errors import InputError
+from caracal_runtimes.manifest import ModelSpec
+
+MAX_ELEMENTS = 2**31 - 1
+_FLOAT = 4
+
+
+def largest_tensors(model: ModelSpec, batch: int, length: int, positions: int) -> dict[str, int]:
+    """Elements of the tensors that grow with the input, by what they are.
+
+    Args:
+        batch, length: of `input_ids`.
+        positions: logit positions per row.
+    """
+    heads, width = model.num_attention_heads, model.hidden_size
+    block = min(model.sliding_window, length)
+    padded = -(-length // block) * block
+    inner_size = int(np.ceil(np.sqrt(length / 2)))
+    outer_half = -(-length // inner_size)
+    return {
+        "logits [B, P, V]": batch * positions * model.vocab_size,
+        "attention scores [B, H, L, 2W]": batch * heads * padded * 2 * block,
+        "feed-forward [B, L, F]": batch * length * model.intermediate_size,
+        "spectrum [B, 2L, D]": batch * (outer_half + 1) * 2 * inner_size * width,
+        "transform tables": (outer_half + 1) * 4 * inner_size * inner_size,
+    }
+
+
+def forward_bytes(model: ModelSpec, batch: int, length: int, positions: int) -> int:
+    """Estimated peak bytes of a float32 forward pass, weights not counted.
+
+    An upper estimate of what is alive at once: scores exist as product, masked sum and softmax; both streams' spectra
+    with their product; the feed-forward's two branches; the logits with the copy that is handed out.
+    """
+    sizes = largest_tensors(model, batch, length, positions)
+    residual = 6 * batch * length * model.hidden_size
+    mixing = 7 * sizes["spectrum [B, 2L, D]"] + 3 * sizes["transform tables"]
+    attention = 3 * sizes["attention scores [B, H, L, 2W]"]
+    feed_forward = 4 * sizes["feed-forward [B, L, F]"]
+    return _FLOAT * (residual + max(mixing, attention, feed_forward) + 2 * sizes["logits [B, P, V]"])
+
+
+def check_forward(model: ModelSpec, batch: int, length: int, positions: int) -> None:
+    """Refuses a forward pass that cannot be right or cannot fit. Raises InputError with the numbers."""
+    for what, elements in largest_tensors(model, batch, length, positions).items():
+        if elements > MAX_ELEMENTS:
+            raise InputError(
+                f"input too large: {batch} row(s) of {length:,} tokens need {what} with {elements:,} elements, "
+                f"at most {MAX_ELEMENTS:,} are computed correctly; use a shorter text, fewer rows or fewer logit positions"
+            )
+    needed, available = forward_bytes(model, batch, length, positions), available_bytes()
+    if available is not None and needed > available:
+        raise InputError(
+            f"input too large for memory: {batch} row(s) of {length:,} tokens need about {needed / 1e9:.1f} GB, "
+            f"{available / 1e9:.1f} GB are available; use a shorter text or fewer rows"
+        )
+
+
+def check_ids(input_ids: NDArray[np.int64], vocab_size: int) -> None:
+    """Refuses ids outside the vocabulary: some providers clamp them or read zeros without an error."""
+    if input_ids.size == 0:
+        raise InputError("input_ids: expected at least one token, found none")
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InputError(f"input_ids: ids must be from 0 to {vocab_size - 1}, found {bad}")
+
+
+def available_bytes() -> int | None:
+    """Bytes this process may still take: the smaller of the system's and its control group's; None where unknown."""
+    found = [value for value in (_meminfo_available(), _cgroup_available()) if value is not None]
+    return min(found) if found else None
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _cgroup_available() -> int | None:
+    try:
+        root = Path("/sys/fs/cgroup")
+        limit = (root / "memory.max").read_text().strip()
+        return None if limit == "max" else max(0, int(limit) - int((root / "memory.current").read_text()))
+    except (OSError, ValueError):
+        return None

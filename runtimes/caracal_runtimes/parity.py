@@ -1,0 +1,298 @@
+"""Parity: does a provider compute what PyTorch computed when the bundle was exported?
+
+Three answers per comparison, never two: PASSED, FAILED, and NOT RUN, which is not a pass. A report without a single
+comparison is NOT RUN as a whole, whatever else went well.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from caracal_runtimes import tolerances
+from caracal_runtimes.bundle import Bundle
+from caracal_runtimes.errors import BundleError, NotRunError, RuntimeToolError
+from caracal_runtimes.manifest import GoldenCase, GoldenGreedy
+from caracal_runtimes.metrics import Metrics, compare_logits
+from caracal_runtimes.model import CausalLM
+from caracal_runtimes.sampling import SamplingOptions
+from caracal_runtimes.session import PROVIDERS, Placement, import_onnxruntime
+from caracal_runtimes.tolerances import Tolerance
+
+Verdict = Literal["PASSED", "FAILED", "NOT RUN"]
+_EXIT_CODES: dict[Verdict, int] = {"PASSED": 0, "FAILED": 1, "NOT RUN": 3}
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One golden forward pass on one provider."""
+
+    name: str
+    batch: int
+    length: int
+    verdict: Verdict
+    metrics: Metrics | None
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class GreedyResult:
+    """One greedy continuation on one provider: how many tokens agree before the first that does not."""
+
+    name: str
+    prompt_length: int
+    new_tokens: int
+    agreeing: int
+    verdict: Verdict
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ProviderReport:
+    """All comparisons of one provider with the goldens."""
+
+    ep: str
+    threads: int
+    level: str
+    tolerance: Tolerance
+    placement: Placement | None
+    cases: tuple[CaseResult, ...] = ()
+    greedy: tuple[GreedyResult, ...] = ()
+    reason: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAILED if anything failed; NOT RUN if not everything ran or nothing was compared; else PASSED."""
+        results: list[CaseResult | GreedyResult] = [*self.cases, *self.greedy]
+        if any(result.verdict == "FAILED" for result in results):
+            return "FAILED"
+        if self.reason or not self.cases or any(result.verdict == "NOT RUN" for result in results):
+            return "NOT RUN"
+        return "PASSED"
+
+    @property
+    def worst(self) -> CaseResult | None:
+        """The case that is furthest from the reference, by relative L2; a failed one before any that passed."""
+        measured = [case for case in self.cases if case.metrics is not None]
+        return max(
+            measured,
+            key=lambda case: (case.verdict == "FAILED", case.metrics.relative_l2 if case.metrics else 0.0),
+            default=None,
+        )
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What `caracal parity` found."""
+
+    bundle: str
+    bundle_id: str
+    reference: str
+    mixing: str
+    precision: str
+    providers: tuple[ProviderReport, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all providers' verdicts."""
+        verdicts = [provider.verdict for provider in self.providers]
+        if "FAILED" in verdicts:
+            return "FAILED"
+        return "PASSED" if verdicts and all(verdict == "PASSED" for verdict in verdicts) else "NOT RUN"
+
+    @property
+    def exit_code(self) -> int:
+        """0 passed, 1 failed, 3 not run."""
+        return _EXIT_CODES[self.verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for JSON; infinities and NaN become strings, which JSON has no numbers for."""
+        data = asdict(self)
+        for provider, entry in zip(self.providers, data["providers"], strict=True):
+            entry["verdict"] = provider.verdict
+            for case, case_entry in zip(provider.cases, entry["cases"], strict=True):
+                if case.metrics is not None:
+                    case_entry["metrics"]["outlier_ratio"] = case.metrics.outlier_ratio
+        result: dict[str, Any] = _jsonable({"verdict": self.verdict, **data})
+        return result
+
+
+Progress = Callable[[str, int, int], None]
+
+
+def run_parity(
+    bundle: Bundle,
+    ep: str = "cpu",
+    *,
+    threads: int = 0,
+    level: str | None = None,
+    progress: Progress | None = None,
+) -> ParityReport:
+    """Runs every golden of a bundle on a provider and compares.
+
+    Args:
+        bundle: an opened bundle.
+        ep: provider.
+        threads: intra-op threads, 0 for one per core.
+        level: tolerance level; the provider's own when None.
+        progress: called with what is running, done and total.
+
+    Raises:
+        InputError: an unknown provider or level. Everything that goes wrong while running is in the report instead.
+    """
+    from caracal_runtimes.session import provider_name
+
+    provider_name(ep)
+    ep = ep.strip().lower()
+    precision = bundle.manifest.precision
+    level = level or tolerances.PROVIDER_LEVELS.get(ep, "strict")
+    limit = tolerances.tolerance_for(level, precision)
+    return ParityReport(
+        bundle=str(bundle.path),
+        bundle_id=bundle.id(),
+        reference=bundle.manifest.golden.reference,
+        mixing=bundle.manifest.graphs["forward"].mixing,
+        precision=precision,
+        providers=(_run_provider(bundle, ep, threads, level, limit, progress),),
+        environment=environment(),
+    )
+
+
+def environment() -> dict[str, str]:
+    """What a reader of a report needs to know of the machine it was made on."""
+    found = {
+        "os": platform.platform(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    try:
+        found["onnxruntime"] = import_onnxruntime().__version__
+    except NotRunError:
+        found["onnxruntime"] = "missing"
+    return found
+
+
+def _run_provider(
+    bundle: Bundle, ep: str, threads: int, level: str, limit: Tolerance, progress: Progress | None
+) -> ProviderReport:
+    golden = bundle.manifest.golden
+    try:
+        model = bundle.model(ep, threads=threads)
+        placement = model.placement()
+    except RuntimeToolError as error:
+        return ProviderReport(ep, threads, level, limit, None, reason=str(error))
+    total, done = len(golden.cases) + len(golden.greedy), 0
+    cases: list[CaseResult] = []
+    for case in golden.cases:
+        if progress is not None:
+            progress(case.name, done, total)
+        cases.append(_run_case(bundle, model, case, limit))
+        done += 1
+    greedy: list[GreedyResult] = []
+    for continuation in golden.greedy:
+        if progress is not None:
+            progress(continuation.name, done, total)
+        greedy.append(_run_greedy(bundle, model, continuation, limit))
+        done += 1
+    if progress is not None:
+        progress("done", done, total)
+    reason = "" if cases else "the bundle has no golden forward pass to compare with; export it again"
+    elsewhere = {name: count for name, count in placement.nodes.items() if name != PROVIDERS[ep]}
+    if elsewhere:
+        reason = f"asked for {ep}, but nodes ran elsewhere: " + ", ".join(f"{n} on {p}" for p, n in elsewhere.items())
+    return ProviderReport(ep, model.threads, level, limit, placement, tuple(cases), tuple(greedy), reason)
+
+
+def _run_case(bundle: Bundle, model: CausalLM, case: GoldenCase, limit: Tolerance) -> CaseResult:
+    began = time.perf_counter()
+
+    def result(verdict: Verdict, metrics: Metrics | None, reason: str = "") -> CaseResult:
+        return CaseResult(case.name, case.batch, case.length, verdict, metrics, time.perf_counter() - began, reason)
+
+    try:
+        tensors = bundle.golden()
+        ids, positions, ref = (
+            np.asarray(tensors.tensor(f"{case.name}/{key}")) for key in ("input_ids", "logit_positions", "logits")
+        )
+        if ids.shape != (case.batch, case.length):
+            raise BundleError(
+                f"golden {case.name}: the manifest says [{case.batch}, {case.length}], found {list(ids.shape)}"
+            )
+        if not np.isfinite(ref).all():
+            return result("FAILED", None, "the recorded reference itself has NaN or infinite logits")
+        began = time.perf_counter()
+        got = model.forward(ids, positions)
+        seconds = time.perf_counter() - began
+        if case.columns:
+            got = got[..., np.asarray(tensors.tensor(f"{case.name}/columns"))]
+        metrics = compare_logits(got, ref, limit, whole_vocabulary=not case.columns)
+    except (RuntimeToolError, MemoryError, ValueError, IndexError) as error:
+        # A comparison that could not be made is a failure of this case, whatever kept it from being made.
+        return result("FAILED", None, f"could not be compared: {error or type(error).__name__}")
+    failures = metrics.failures(limit)
+    return CaseResult(
+        case.name, case.batch, case.length, "FAILED" if failures else "PASSED", metrics, seconds, "; ".join(failures)
+    )
+
+
+def _run_greedy(bundle: Bundle, model: CausalLM, golden: GoldenGreedy, limit: Tolerance) -> GreedyResult:
+    began = time.perf_counter()
+
+    def result(verdict: Verdict, agreeing: int, reason: str = "") -> GreedyResult:
+        seconds = time.perf_counter() - began
+        return GreedyResult(golden.name, golden.prompt_length, golden.new_tokens, agreeing, verdict, seconds, reason)
+
+    try:
+        tensors = bundle.golden()
+        prompt, expected, margins = (
+            np.asarray(tensors.tensor(f"{golden.name}/{key}")) for key in ("prompt", "continuation", "margins")
+        )
+        if len(expected) == 0 or len(expected) != len(margins):
+            raise BundleError(f"golden {golden.name}: continuation and margins must have the same length above 0")
+        (generated,) = model.generate(
+            prompt.tolist(), max_new_tokens=len(expected), options=SamplingOptions(temperature=0), stop_ids=()
+        )
+    except (RuntimeToolError, MemoryError, ValueError, IndexError) as error:
+        return result("FAILED", 0, f"could not be compared: {error or type(error).__name__}")
+    got = np.asarray(generated.ids)
+    differs = (
+        np.flatnonzero(got != expected) if len(got) == len(expected) else np.asarray([min(len(got), len(expected))])
+    )
+    if len(differs) == 0:
+        return result("PASSED", len(expected))
+    at = int(differs[0])
+    if at < len(margins) and margins[at] < limit.near_tie:
+        return result("PASSED", at, f"parts at token {at} on a near tie (margin {margins[at]:.1e})")
+    return result("FAILED", at, f"parts from the reference at token {at}")
+
+
+def _processor() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    return value

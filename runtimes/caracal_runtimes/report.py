@@ -1,0 +1,85 @@
+"""Reports as text: the parity table and the verdict lines that can be pasted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from caracal_runtimes.parity import CaseResult, GreedyResult, ParityReport, ProviderReport
+
+
+def parity_table(report: ParityReport) -> str:
+    """The report as text: verdict lines first, then one line per comparison, then placement and environment."""
+    blocks = [verdict_line(report, provider) for provider in report.providers]
+    for provider in report.providers:
+        blocks += ["", *_provider_lines(provider)]
+    return "\n".join(blocks)
+
+
+def verdict_line(report: ParityReport, provider: ProviderReport) -> str:
+    """`PASSED|FAILED|NOT RUN  what  figure  limit`, one line."""
+    what = f"parity {report.mixing} {report.precision} on {provider.ep}"
+    worst = provider.worst
+    results: list[CaseResult | GreedyResult] = [*provider.cases, *provider.greedy]
+    if worst is None or worst.metrics is None:
+        reason = provider.reason or next((result.reason for result in results if result.reason), "nothing ran")
+        return f"{provider.verdict}  {what}  {reason}"
+    failed = [result for result in results if result.verdict == "FAILED"]
+    figure = f"worst relative L2 {worst.metrics.relative_l2:.1e} ({worst.name})"
+    limit = f"limit {provider.tolerance.relative_l2:.0e}"
+    if failed:
+        return f"{provider.verdict}  {what}  {figure}  {limit}  {failed[0].name}: {failed[0].reason}"
+    counts = f"{len(provider.cases)} forward passes, {len(provider.greedy)} greedy continuations"
+    return f"{provider.verdict}  {what}  {figure}  {limit}  {counts}" + (
+        f"  {provider.reason}" if provider.reason else ""
+    )
+
+
+def _provider_lines(provider: ProviderReport) -> list[str]:
+    rows: list[tuple[str, ...]] = [("case", "batch x length", "relative L2", "max abs", "KL max", "top-1", "verdict")]
+    rows += [_case_row(case) for case in _collapsed(provider.cases)]
+    lines = _table(rows)
+    for greedy in provider.greedy:
+        lines.append(
+            f"{greedy.name}: {greedy.agreeing} of {greedy.new_tokens} tokens agree after a prompt of "
+            f"{greedy.prompt_length}  {greedy.verdict}" + (f"  {greedy.reason}" if greedy.reason else "")
+        )
+    for case in provider.cases:
+        if case.verdict != "PASSED":
+            lines.append(f"{case.name}: {case.reason}")
+    if provider.placement is not None:
+        placed = ", ".join(f"{count} on {name}" for name, count in provider.placement.nodes.items()) or "none recorded"
+        lines.append(f"nodes: {placed}; {provider.threads} thread(s); level {provider.level}")
+    return lines
+
+
+def _collapsed(cases: Sequence[CaseResult]) -> list[CaseResult]:
+    """Passed cases of one numbered series as their worst one, which stands for all; failed ones all."""
+    shown: dict[str, CaseResult] = {}
+    for case in cases:
+        series, _, number = case.name.rpartition("_")
+        key = series if number.isdigit() and case.verdict == "PASSED" else case.name
+        if key not in shown or _error(case) > _error(shown[key]):
+            shown[key] = case
+    return list(shown.values())
+
+
+def _error(case: CaseResult) -> float:
+    return case.metrics.relative_l2 if case.metrics is not None else 0.0
+
+
+def _case_row(case: CaseResult) -> tuple[str, ...]:
+    size = f"{case.batch} x {case.length}"
+    m = case.metrics
+    if m is None:
+        return (case.name, size, "-", "-", "-", "-", case.verdict)
+    kl = "-" if m.kl_max is None else f"{m.kl_max:.1e}"
+    top1 = "-"
+    if m.top1_disagreements is not None:
+        top1 = f"{m.positions - m.top1_disagreements - (m.near_ties or 0)}/{m.positions}"
+        top1 += f" ({m.near_ties} near ties)" if m.near_ties else ""
+    return (case.name, size, f"{m.relative_l2:.1e}", f"{m.max_abs:.1e}", kl, top1, case.verdict)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

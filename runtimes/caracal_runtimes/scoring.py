@@ -1,0 +1,115 @@
+"""Likelihood of a text: bits per byte and perplexity, long texts in windows with the context stated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caracal_runtimes.errors import InputError
+from caracal_runtimes.metrics import log_softmax
+
+if TYPE_CHECKING:
+    from caracal_runtimes.model import CausalLM
+
+_PIECE = 128  # positions whose log-softmax is taken at once
+
+
+@dataclass(frozen=True)
+class Score:
+    """Code length of a text under a model.
+
+    `tokens` were scored, in `windows` windows of at most `context` tokens. Every window after the first sees the last
+    half window before it, so a token has at least `context / 2` tokens of context where the text has them. `text_bytes`
+    is the UTF-8 length of the whole text, or None when only ids were given.
+    """
+
+    tokens: int
+    windows: int
+    context: int
+    text_bytes: int | None
+    nats: float
+
+    @property
+    def perplexity(self) -> float:
+        """Exp of the mean negative log-likelihood per token."""
+        return math.exp(self.nats / self.tokens)
+
+    @property
+    def bits_per_token(self) -> float:
+        """Mean code length of a token in bits."""
+        return self.nats / math.log(2) / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Code length in bits over the UTF-8 length of the text; comparable between tokenizers."""
+        return None if not self.text_bytes else self.nats / math.log(2) / self.text_bytes
+
+
+def score(
+    model: CausalLM,
+    text: str | Sequence[int],
+    *,
+    context: int = 1024,
+    progress: Callable[[int, int], None] | None = None,
+) -> Score:
+    """Scores a text or a sequence of ids.
+
+    A model with a beginning-of-text token (as the tokenizer adds it, or `bos_token_id` for ids) is conditioned on it and
+    every token of the text is scored; without one the first token only serves as context.
+
+    Args:
+        model: a loaded bundle.
+        text: text for the bundle's tokenizer, or ids.
+        context: the longest window in tokens, at least 2.
+        progress: called with tokens done and tokens in all.
+
+    Raises:
+        InputError: an empty text, ids outside the vocabulary, or a bad context.
+    """
+    if isinstance(context, bool) or not isinstance(context, int) or context < 2:
+        raise InputError(f"--context must be an integer of at least 2, found {context!r}")
+    text_bytes = None
+    bos = model.spec.bos_token_id
+    if isinstance(text, str):
+        text_bytes = len(text.encode("utf-8"))
+        ids = model.tokenizer.encode(text).ids
+    else:
+        ids = [int(i) for i in text]
+        if bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
+    if len(ids) < 2:
+        raise InputError("score: expected a text of at least one token to score, found none")
+    opening = ids[:1] if bos is not None and ids[0] == bos else []
+    body = ids[len(opening) :]
+    scored_from = 0 if opening else 1
+    nats, windows, end = 0.0, 0, scored_from
+    while end < len(body):
+        # The window holds `context` tokens: the opening token, half a window that only gives context, and what is new.
+        keep = 0 if windows == 0 else min(end, context // 2)
+        begin = end - keep if windows else 0
+        stop = min(len(body), begin + context - len(opening))
+        row = np.asarray([*opening, *body[begin:stop]], dtype=np.int64)
+        # logits at position p predict row[p + 1]
+        first = len(opening) + (end - begin)
+        positions = np.arange(first - 1, len(row) - 1, dtype=np.int64)
+        logits = model.forward(row[None], positions[None])[0]
+        nats -= _target_logprobs(logits, row[first:])
+        windows += 1
+        end = stop
+        if progress is not None:
+            progress(end - scored_from, len(body) - scored_from)
+    return Score(len(body) - scored_from, windows, context, text_bytes, nats)
+
+
+def _target_logprobs(logits: NDArray[np.float32], targets: NDArray[np.int64]) -> float:
+    """Sum of the targets' log-probabilities, in pieces: the float64 copy of all logits would triple the memory."""
+    total = 0.0
+    for begin in range(0, len(targets), _PIECE):
+        piece = log_softmax(logits[begin : begin + _PIECE])
+        total += float(np.take_along_axis(piece, targets[begin : begin + _PIECE, None], axis=-1).sum())
+    return total

@@ -1,0 +1,133 @@
+"""ONNX Runtime sessions: explicit threads, no silent fallback, and a record of which provider got which node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caracal_runtimes.errors import BundleError, InputError, NotRunError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+#: Names that `--ep` takes, and ONNX Runtime's own name for each.
+PROVIDERS = {"cpu": "CPUExecutionProvider"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Nodes of the optimised graph by the provider they were assigned to, and by operator."""
+
+    nodes: dict[str, int]
+    operators: dict[str, dict[str, int]]
+
+
+def provider_name(ep: str) -> str:
+    """ONNX Runtime's name of the provider a user asked for. Raises InputError for one this version does not run."""
+    name = PROVIDERS.get(ep.strip().lower())
+    if name is None:
+        raise InputError(f"--ep must be one of {', '.join(PROVIDERS)}, found {ep!r}")
+    return name
+
+
+def default_threads() -> int:
+    """The cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Session:
+    """One graph, loaded for one provider. Inputs and outputs are numpy arrays.
+
+    Args:
+        path: the `.onnx` file; its external weights lie beside it.
+        ep: a name of `PROVIDERS`.
+        threads: intra-op threads, 0 for `default_threads()`. Results may differ in the last digits with this number,
+            so it is part of every report.
+        ep_options: options handed to the provider.
+
+    Raises:
+        InputError: an unknown provider or a bad number of threads.
+        NotRunError: ONNX Runtime is not installed or does not offer the provider.
+        BundleError: the graph cannot be loaded.
+    """
+
+    def __init__(
+        self, path: Path, ep: str = "cpu", *, threads: int = 0, ep_options: Mapping[str, Any] | None = None
+    ) -> None:
+        ort = import_onnxruntime()
+        self.ep = ep.strip().lower()
+        name = provider_name(ep)
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= 4096:
+            raise InputError(f"--threads must be an integer from 0 to 4096, found {threads!r}")
+        if ep_options:
+            raise InputError(f"--ep-option: the provider {self.ep} takes none, found {', '.join(map(str, ep_options))}")
+        if name not in ort.get_available_providers():
+            raise NotRunError(
+                f"provider {self.ep}: this build of ONNX Runtime {ort.__version__} does not have {name}; "
+                f"it has {', '.join(ort.get_available_providers())}"
+            )
+        self.threads = threads or default_threads()
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+        options.log_severity_level = 4  # errors come as exceptions; the log would repeat them
+        # Without this, which node ran where can only be guessed from the list of providers that was asked for.
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        try:
+            # enable_fallback=0: a provider that fails must not turn into a CPU session without a word.
+            self._session: onnxruntime.InferenceSession = ort.InferenceSession(
+                str(path), options, providers=[name], enable_fallback=0
+            )
+        except Exception as error:  # noqa: BLE001 - the library's own exception types are not public
+            raise BundleError(
+                f"{path.name} could not be loaded by ONNX Runtime {ort.__version__}: {_first_line(error)}"
+            ) from None
+
+    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> list[NDArray[Any]]:
+        """Runs the graph. Raises NotRunError with the runtime's own words when it fails."""
+        try:
+            feeds = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
+            return [np.asarray(value) for value in self._session.run(outputs, feeds)]
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            raise NotRunError(f"provider {self.ep}: running the graph failed: {_first_line(error)}") from None
+
+    def placement(self) -> Placement:
+        """Which provider each node of the optimised graph was assigned to, as the session itself records it."""
+        nodes: dict[str, int] = {}
+        operators: dict[str, dict[str, int]] = {}
+        for subgraph in self._session.get_provider_graph_assignment_info():
+            by_operator = operators.setdefault(subgraph.ep_name, {})
+            for node in subgraph.get_nodes():
+                nodes[subgraph.ep_name] = nodes.get(subgraph.ep_name, 0) + 1
+                by_operator[node.op_type] = by_operator.get(node.op_type, 0) + 1
+        return Placement(nodes, operators)
+
+
+def import_onnxruntime() -> Any:
+    """The `onnxruntime` module. Raises NotRunError with what to install when it is missing or broken."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise NotRunError(f"running a bundle needs ONNX Runtime ({error}): pip install 'caracal-onnx[cpu]'") from None
+    if not hasattr(onnxruntime, "InferenceSession"):
+        raise NotRunError(
+            "the installed onnxruntime is incomplete (two builds of it may have overwritten each other): "
+            "uninstall every onnxruntime package, then pip install 'caracal-onnx[cpu]'"
+        )
+    return onnxruntime
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
