@@ -100,7 +100,16 @@ class Bundle:
         """
         from caracal_runtimes.model import CausalLM
 
-        return CausalLM(self, ep, threads=threads, ep_options=ep_options)
+        graph = self.manifest.graphs["forward"]
+        return CausalLM(
+            self.file(graph.file),
+            self.manifest.model,
+            ep,
+            load_tokenizer=self.tokenizer,
+            has_tokenizer=self.manifest.tokenizer is not None,
+            threads=threads,
+            ep_options=ep_options,
+        )
 
     def _check_file(self, name: str, entry: FileEntry, check_hash: bool) -> None:
         path = self.path / name

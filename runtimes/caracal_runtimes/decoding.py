@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caracal_runtimes.model import CausalLM, pad_right
+from caracal_runtimes.forward import ForwardPass, pad_right
 
 
 class Decoder(Protocol):
@@ -28,7 +28,7 @@ class Decoder(Protocol):
 class Recompute:
     """A decoder without a state: the cost of a token is that of the whole context."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: ForwardPass) -> None:
         self._model = model
         self._rows: list[list[int]] = []
 

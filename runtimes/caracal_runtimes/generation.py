@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from caracal_runtimes.decoding import Recompute
 from caracal_runtimes.errors import InputError
+from caracal_runtimes.forward import ForwardPass
 from caracal_runtimes.limits import check_forward
 from caracal_runtimes.sampling import Generator, SamplingOptions, next_token
 from caracal_runtimes.text import StopMatcher, TextStream
 
 if TYPE_CHECKING:
-    from caracal_runtimes.model import CausalLM
+    from tokenizers import Tokenizer
 
+Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 StopReason = Literal["length", "stop_id", "stop_string"]
 
 
@@ -35,8 +37,9 @@ class Generated:
 
 
 def generate(
-    model: CausalLM,
-    prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    model: ForwardPass,
+    tokenizer: Tokenizer | None,
+    prompts: Prompts,
     *,
     max_new_tokens: int = 128,
     options: SamplingOptions | None = None,
@@ -48,7 +51,8 @@ def generate(
     """Continues one or several prompts.
 
     Args:
-        model: a loaded bundle.
+        model: a loaded forward graph.
+        tokenizer: reads and writes text; without one only ids go in and out.
         prompts: a text, a list of ids, or a list of either. Rows of a batch are sampled from streams of their own, so a
             row's text does not depend on its neighbours.
         max_new_tokens: at least 1.
@@ -65,14 +69,13 @@ def generate(
     options = options or SamplingOptions()
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be an integer of at least 1, found {max_new_tokens!r}")
-    rows = _encode(model, prompts)
+    rows = _encode(tokenizer, prompts, model.spec.vocab_size)
     vocab_size = model.spec.vocab_size
     _check_ids("logit_bias", options.logit_bias, vocab_size)
     if stop_ids is None:
         stop_ids = () if model.spec.eos_token_id is None else (model.spec.eos_token_id,)
     ends = frozenset(stop_ids)
     _check_ids("stop_ids", ends, vocab_size)
-    tokenizer = model.tokenizer if model.bundle.manifest.tokenizer is not None or stop else None
     # Fail before the first token rather than after a thousand.
     check_forward(model.spec, len(rows), max(map(len, rows)) + max_new_tokens, 1)
 
@@ -150,7 +153,7 @@ class _Row:
         return Generated(self.prompt, self.ids, self.logprobs, text, self.stopped_by)
 
 
-def _encode(model: CausalLM, prompts: Any) -> list[list[int]]:
+def _encode(tokenizer: Tokenizer | None, prompts: Any, vocab_size: int) -> list[list[int]]:
     if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     if not isinstance(prompts, Sequence) or not prompts:
@@ -160,12 +163,14 @@ def _encode(model: CausalLM, prompts: Any) -> list[list[int]]:
         if isinstance(prompt, str):
             if not prompt:
                 raise InputError("prompt: expected some text, found an empty prompt")
-            ids = [int(i) for i in model.tokenizer.encode(prompt).ids]
+            if tokenizer is None:
+                raise InputError("prompt: a text needs a tokenizer, this bundle has none; pass token ids instead")
+            ids = [int(i) for i in tokenizer.encode(prompt).ids]
         else:
             ids = [int(i) for i in prompt]
         if not ids:
             raise InputError("prompt: expected at least one token id, found none")
-        _check_ids("prompt", ids, model.spec.vocab_size)
+        _check_ids("prompt", ids, vocab_size)
         rows.append(ids)
     return rows
 

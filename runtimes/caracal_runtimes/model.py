@@ -4,79 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-from caracal_runtimes.bundle import Bundle
-from caracal_runtimes.errors import InputError
-from caracal_runtimes.limits import check_forward, check_ids
-from caracal_runtimes.session import Placement, Session
+from caracal_runtimes.forward import ForwardPass
+from caracal_runtimes.generation import Generated, Prompts, generate
+from caracal_runtimes.manifest import ModelSpec
+from caracal_runtimes.sampling import SamplingOptions
+from caracal_runtimes.scoring import Score, score
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from caracal_runtimes.generation import Generated
-    from caracal_runtimes.sampling import SamplingOptions
-    from caracal_runtimes.scoring import Score
 
+class CausalLM(ForwardPass):
+    """A loaded bundle, made by `Bundle.model`.
 
-class CausalLM:
-    """A loaded bundle. Make one with `Bundle.model`; the arguments are explained there."""
+    Args:
+        graph, spec, ep, threads, ep_options: see `ForwardPass`.
+        load_tokenizer: called when text is first read or written; raises what the user should see when it cannot.
+        has_tokenizer: whether generated ids can be turned into text.
+    """
 
     def __init__(
-        self, bundle: Bundle, ep: str = "cpu", *, threads: int = 0, ep_options: Mapping[str, Any] | None = None
+        self,
+        graph: Path,
+        spec: ModelSpec,
+        ep: str = "cpu",
+        *,
+        load_tokenizer: Callable[[], Tokenizer],
+        has_tokenizer: bool,
+        threads: int = 0,
+        ep_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.bundle = bundle
-        self.spec = bundle.manifest.model
-        graph = bundle.manifest.graphs["forward"]
-        self._session = Session(bundle.file(graph.file), ep, threads=threads, ep_options=ep_options)
-        self.ep, self.threads = self._session.ep, self._session.threads
+        super().__init__(graph, spec, ep, threads=threads, ep_options=ep_options)
+        self._load_tokenizer = load_tokenizer
+        self.has_tokenizer = has_tokenizer
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The bundle's tokenizer. Raises BundleError when it has none."""
-        return self.bundle.tokenizer()
-
-    def forward(
-        self, input_ids: ArrayLike | Sequence[Sequence[int]], logit_positions: ArrayLike | None = None
-    ) -> NDArray[np.float32]:
-        """Logits of a batch.
-
-        Args:
-            input_ids: [B, L] integers, or rows of different lengths, which are padded on the right. (Padding on the
-                left would change every result: the mixing counts from the start of the sequence.)
-            logit_positions: [B, P] integers in [0, L): the positions whose logits are wanted; all when None. Ask for
-                what you read: logits of all positions are the largest tensor there is.
-
-        Returns:
-            float32 [B, P, V]. What stands at padded positions has no meaning.
-
-        Raises:
-            InputError: ids outside the vocabulary, no tokens, positions out of range, or more than memory allows.
-            NotRunError: the provider failed.
-        """
-        ids = pad_right(input_ids)
-        batch, length = ids.shape
-        check_ids(ids, self.spec.vocab_size)
-        if logit_positions is None:
-            positions = np.broadcast_to(np.arange(length, dtype=np.int64), (batch, length))
-        else:
-            positions = _integers("logit_positions", logit_positions)
-            if positions.ndim != 2 or positions.shape[0] != batch or positions.shape[1] == 0:
-                raise InputError(f"logit_positions: expected shape [{batch}, P], found {list(positions.shape)}")
-            if positions.min() < 0 or positions.max() >= length:
-                raise InputError(
-                    f"logit_positions: must be from 0 to {length - 1}, found {positions.min()} to {positions.max()}"
-                )
-        check_forward(self.spec, batch, length, positions.shape[1])
-        (logits,) = self._session.run({"input_ids": ids, "logit_positions": positions}, ["logits"])
-        return logits.astype(np.float32, copy=False)
+        return self._load_tokenizer()
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         *,
         max_new_tokens: int = 128,
         options: SamplingOptions | None = None,
@@ -86,10 +58,10 @@ class CausalLM:
         on_token: Callable[[int, int, float], None] | None = None,
     ) -> list[Generated]:
         """Continues one or several prompts. See `caracal_runtimes.generation.generate`."""
-        from caracal_runtimes.generation import generate
-
+        needs_text = bool(stop) or isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts)
         return generate(
             self,
+            self.tokenizer if needs_text or self.has_tokenizer else None,
             prompts,
             max_new_tokens=max_new_tokens,
             options=options,
@@ -102,42 +74,6 @@ class CausalLM:
     def score(
         self, text: str | Sequence[int], *, context: int = 1024, progress: Callable[[int, int], None] | None = None
     ) -> Score:
-        """Likelihood of a text. See `caracal_runtimes.scoring.score`."""
-        from caracal_runtimes.scoring import score
-
-        return score(self, text, context=context, progress=progress)
-
-    def placement(self) -> Placement:
-        """Which provider each node of the forward graph was assigned to."""
-        return self._session.placement()
-
-
-def pad_right(rows: ArrayLike | Sequence[Sequence[int]], pad: int = 0) -> NDArray[np.int64]:
-    """Rows of ids as one int64 array [B, L], shorter rows padded on the right. Raises InputError."""
-    if isinstance(rows, np.ndarray):
-        ids = _integers("input_ids", rows)
-        if ids.ndim != 2:
-            raise InputError(f"input_ids: expected shape [B, L], found {list(ids.shape)}")
-        return ids
-    if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence) or not rows:
-        raise InputError("input_ids: expected at least one row of token ids, found none")
-    arrays = [_integers("input_ids", row) for row in rows]
-    for array in arrays:
-        if array.ndim != 1 or array.size == 0:
-            raise InputError("input_ids: expected rows of at least one token id each")
-    ids = np.full((len(arrays), max(map(len, arrays))), pad, dtype=np.int64)
-    for row, array in zip(ids, arrays, strict=True):
-        row[: len(array)] = array
-    return ids
-
-
-def _integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    try:
-        array = np.asarray(values)
-    except (ValueError, TypeError, OverflowError):
-        raise InputError(f"{name}: expected integers, found rows that do not form an array") from None
-    if array.size == 0:
-        return np.zeros(array.shape, np.int64)
-    if array.dtype.kind not in "iu":
-        raise InputError(f"{name}: expected integers, found {array.dtype}")
-    return array.astype(np.int64, copy=False)
+        """Likelihood of a text or of ids. See `caracal_runtimes.scoring.score`."""
+        tokenizer = self.tokenizer if isinstance(text, str) else None
+        return score(self, tokenizer, text, context=context, progress=progress)

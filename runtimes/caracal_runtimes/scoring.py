@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caracal_runtimes.errors import InputError
+from caracal_runtimes.forward import ForwardPass
 from caracal_runtimes.metrics import log_softmax
 
 if TYPE_CHECKING:
-    from caracal_runtimes.model import CausalLM
+    from tokenizers import Tokenizer
 
 _PIECE = 128  # positions whose log-softmax is taken at once
 
@@ -51,7 +52,8 @@ class Score:
 
 
 def score(
-    model: CausalLM,
+    model: ForwardPass,
+    tokenizer: Tokenizer | None,
     text: str | Sequence[int],
     *,
     context: int = 1024,
@@ -63,8 +65,9 @@ def score(
     every token of the text is scored; without one the first token only serves as context.
 
     Args:
-        model: a loaded bundle.
-        text: text for the bundle's tokenizer, or ids.
+        model: a loaded forward graph.
+        tokenizer: needed for text, not for ids.
+        text: text for the tokenizer, or ids.
         context: the longest window in tokens, at least 2.
         progress: called with tokens done and tokens in all.
 
@@ -77,7 +80,9 @@ def score(
     bos = model.spec.bos_token_id
     if isinstance(text, str):
         text_bytes = len(text.encode("utf-8"))
-        ids = model.tokenizer.encode(text).ids
+        if tokenizer is None:
+            raise InputError("score: a text needs a tokenizer, this bundle has none; score token ids instead")
+        ids = tokenizer.encode(text).ids
     else:
         ids = [int(i) for i in text]
         if bos is not None and ids[:1] != [bos]:

@@ -1,4 +1,4 @@
-"""Sampling against published generator outputs and against filters written here, one token at a time, in plain Python."""
+"""Sampling against published generator outputs and against filters written here, one token at a time, in Python."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TestGenerator:
             assert start(seed, 0) == seed
 
     def test_rows_share_no_numbers(self) -> None:
-        seen = set()
+        seen: set[int] = set()
         for seed in range(4):
             for row in range(8):
                 generator = Generator(seed, row)
@@ -176,7 +176,8 @@ class TestOptions:
         assert (options.top_p, options.min_p, options.seed) == (1.0, 1.0, 2**64 - 1)
 
     def test_takes_numpy_numbers(self) -> None:
-        options = SamplingOptions(temperature=np.float32(0.5), seed=np.uint64(2**64 - 1), logit_bias={np.int64(2): 1})  # type: ignore[arg-type,dict-item]
+        values: dict[str, Any] = {"temperature": np.float32(0.5), "seed": np.uint64(2**64 - 1)}
+        options = SamplingOptions(**values, logit_bias={np.int64(2): 1})  # type: ignore[dict-item]
         assert options == SamplingOptions(temperature=0.5, seed=2**64 - 1, logit_bias={2: 1.0})
         assert type(options.seed) is int
 
@@ -224,7 +225,7 @@ class TestRepetitionPenalty:
         # The draw's borders move to where the penalised scores 1, -2, 0, 1 put them: ids 0 and 3 are now equal.
         weights = [math.exp(1), math.exp(1), 1.0, math.exp(-2)]
         border = weights[0] / sum(weights)
-        options = {"repetition_penalty": 2.0, "previous": [0, 1]}
+        options: dict[str, Any] = {"repetition_penalty": 2.0, "previous": [0, 1]}
         assert draw(logits, border - 1e-9, **options) == 0
         assert draw(logits, border + 1e-9, **options) == 3
         last = 1 - weights[3] / sum(weights)
@@ -293,7 +294,7 @@ class TestDraw:
         # Few distinct values, so that ties are common.
         logits = float32(data.draw(st.lists(st.integers(-6, 6).map(lambda x: x / 2), min_size=size, max_size=size)))
         ids = st.integers(0, size - 1)
-        options = {
+        options: dict[str, Any] = {
             "previous": data.draw(st.lists(ids, max_size=6)),
             "temperature": data.draw(st.sampled_from([0.3, 0.7, 1.0, 1.9])),
             "top_k": data.draw(st.integers(0, size + 1).filter(lambda k: k != 1)),
@@ -412,7 +413,7 @@ class TestLogProbability:
         total = math.fsum(map(math.exp, values))
         for u in (0.0, 0.5, 0.95, 0.999):
             for options in ({}, {"temperature": 3.0, "top_k": 3}, {"logit_bias": {1: 9.0}}, {"temperature": 0}):
-                token, logprob = next_token(logits, [3], SamplingOptions(**options), Fixed(u))  # type: ignore[arg-type]
+                token, logprob = next_token(logits, [3], SamplingOptions(**options), Fixed(u))
                 assert logprob == pytest.approx(values[token] - math.log(total), abs=1e-11)
 
     def test_is_computed_in_double_precision(self) -> None:

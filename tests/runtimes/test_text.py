@@ -37,12 +37,12 @@ def byte_level() -> Tokenizer:
 
 
 TOKENIZER = byte_level()
+VOCABULARY = TOKENIZER.get_vocab()
 # The byte-level alphabet: bytes with a visible character stand for it, the others for U+0100 and on, in order.
 VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 HIDDEN = [b for b in range(0x100) if b not in VISIBLE]
-BYTES = {b: TOKENIZER.token_to_id(chr(b)) for b in VISIBLE}
-BYTES |= {b: TOKENIZER.token_to_id(chr(0x100 + i)) for i, b in enumerate(HIDDEN)}
-END = TOKENIZER.token_to_id("<|endoftext|>")
+BYTES = {b: VOCABULARY[chr(b)] for b in VISIBLE} | {b: VOCABULARY[chr(0x100 + i)] for i, b in enumerate(HIDDEN)}
+END = VOCABULARY["<|endoftext|>"]
 NO_TOKEN = TOKENIZER.get_vocab_size() + 5
 
 
@@ -100,7 +100,7 @@ class TestByteLevel:
         st.lists(
             st.one_of(
                 st.sampled_from([0x80, 0x98, 0x9F, 0xC3, 0xE2, 0xE5, 0xED, 0xF0, 0xF4, 0xFF]).map(BYTES.__getitem__),
-                st.sampled_from([END, NO_TOKEN, BYTES[0x41], TOKENIZER.token_to_id("<|Łódź 😀|>")]),
+                st.sampled_from([END, NO_TOKEN, BYTES[0x41], VOCABULARY["<|Łódź 😀|>"]]),
             ),
             max_size=80,
         )

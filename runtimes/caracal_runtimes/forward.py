@@ -1,0 +1,108 @@
+"""The forward graph as a function: checked ids in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from caracal_runtimes.errors import InputError
+from caracal_runtimes.limits import check_forward, check_ids
+from caracal_runtimes.manifest import ModelSpec
+from caracal_runtimes.session import Placement, Session
+
+
+class ForwardPass:
+    """A loaded forward graph.
+
+    Args:
+        graph: the `.onnx` file; its weights lie beside it.
+        spec: sizes of the model.
+        ep, threads, ep_options: see `Session`.
+    """
+
+    def __init__(
+        self,
+        graph: Path,
+        spec: ModelSpec,
+        ep: str = "cpu",
+        *,
+        threads: int = 0,
+        ep_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.spec = spec
+        self._session = Session(graph, ep, threads=threads, ep_options=ep_options)
+        self.ep, self.threads = self._session.ep, self._session.threads
+
+    def forward(
+        self, input_ids: ArrayLike | Sequence[Sequence[int]], logit_positions: ArrayLike | None = None
+    ) -> NDArray[np.float32]:
+        """Logits of a batch.
+
+        Args:
+            input_ids: [B, L] integers, or rows of different lengths, which are padded on the right. (Padding on the
+                left would change every result: the mixing counts from the start of the sequence.)
+            logit_positions: [B, P] integers in [0, L): the positions whose logits are wanted; all when None. Ask for
+                what you read: logits of all positions are the largest tensor there is.
+
+        Returns:
+            float32 [B, P, V]. What stands at padded positions has no meaning.
+
+        Raises:
+            InputError: ids outside the vocabulary, no tokens, positions out of range, or more than memory allows.
+            NotRunError: the provider failed.
+        """
+        ids = pad_right(input_ids)
+        batch, length = ids.shape
+        check_ids(ids, self.spec.vocab_size)
+        if logit_positions is None:
+            positions = np.broadcast_to(np.arange(length, dtype=np.int64), (batch, length))
+        else:
+            positions = _integers("logit_positions", logit_positions)
+            if positions.ndim != 2 or positions.shape[0] != batch or positions.shape[1] == 0:
+                raise InputError(f"logit_positions: expected shape [{batch}, P], found {list(positions.shape)}")
+            if positions.min() < 0 or positions.max() >= length:
+                raise InputError(
+                    f"logit_positions: must be from 0 to {length - 1}, found {positions.min()} to {positions.max()}"
+                )
+        check_forward(self.spec, batch, length, positions.shape[1])
+        (logits,) = self._session.run({"input_ids": ids, "logit_positions": positions}, ["logits"])
+        return logits.astype(np.float32, copy=False)
+
+    def placement(self) -> Placement:
+        """Which provider each node of the forward graph was assigned to."""
+        return self._session.placement()
+
+
+def pad_right(rows: ArrayLike | Sequence[Sequence[int]], pad: int = 0) -> NDArray[np.int64]:
+    """Rows of ids as one int64 array [B, L], shorter rows padded on the right. Raises InputError."""
+    if isinstance(rows, np.ndarray):
+        ids = _integers("input_ids", rows)
+        if ids.ndim != 2:
+            raise InputError(f"input_ids: expected shape [B, L], found {list(ids.shape)}")
+        return ids
+    if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence) or not rows:
+        raise InputError("input_ids: expected at least one row of token ids, found none")
+    arrays = [_integers("input_ids", row) for row in rows]
+    for array in arrays:
+        if array.ndim != 1 or array.size == 0:
+            raise InputError("input_ids: expected rows of at least one token id each")
+    ids = np.full((len(arrays), max(map(len, arrays))), pad, dtype=np.int64)
+    for row, array in zip(ids, arrays, strict=True):
+        row[: len(array)] = array
+    return ids
+
+
+def _integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):
+        raise InputError(f"{name}: expected integers, found rows that do not form an array") from None
+    if array.size == 0:
+        return np.zeros(array.shape, np.int64)
+    if array.dtype.kind not in "iu":
+        raise InputError(f"{name}: expected integers, found {array.dtype}")
+    return array.astype(np.int64, copy=False)
