@@ -59,8 +59,8 @@ def load_checkpoint(path: str | Path) -> CaracalModel:
         The model; weights stored in half precision are widened, which is exact.
 
     Raises:
-        ConfigError: `config.json` is missing or invalid.
-        CheckpointError: the weights are missing, damaged, not finite, or do not fit the configuration.
+        ConfigError: `config.json` is invalid.
+        CheckpointError: a file is missing or damaged, or the weights are not finite or do not fit the configuration.
     """
     folder = checkpoint_folder(path)
     config = CaracalConfig.from_file(folder / CONFIG_FILE)
@@ -80,7 +80,11 @@ def checkpoint_folder(path: str | Path) -> Path:
     expected = f"expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
     if not str(path).strip():
         raise CheckpointError(f"checkpoint: the path is empty; {expected}")
-    if not folder.exists():
+    try:
+        exists = folder.exists()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint: {str(path)[:60]!r} is no path ({error}); {expected}") from None
+    if not exists:
         raise CheckpointError(f"checkpoint: nothing at {folder}; {expected}")
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint: {folder} is a file; {expected}")
@@ -119,6 +123,8 @@ def match_state(model: CaracalModel, stored: Mapping[str, Tensor], source: Path)
         if name in names:
             raise CheckpointError(f"checkpoint: {source} has {name} twice, as {names[name]!r} and {key!r}")
         names[name] = key
+    for key, tensor in stored.items():
+        _require_finite(key, tensor, source)
     if tied:
         # The shared matrix may be stored under either name or under both; two different ones contradict the config.
         twins = ("embed_tokens.weight", "lm_head.weight")
@@ -146,17 +152,23 @@ def match_state(model: CaracalModel, stored: Mapping[str, Tensor], source: Path)
     state: dict[str, Tensor] = {}
     for name in wanted:
         tensor = stored[names[name]]
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"checkpoint: {names[name]} in {source} must be floating point, found {tensor.dtype}")
-        if not torch.isfinite(tensor.float()).all():
-            bad = int((~torch.isfinite(tensor.float())).sum())
-            raise CheckpointError(
-                f"checkpoint: {names[name]} in {source} has {bad} of {tensor.numel()} values that are NaN or infinite"
-            )
         state[name] = tensor.to(torch.float32).contiguous()
         if not torch.isfinite(state[name]).all():
             raise CheckpointError(f"checkpoint: {names[name]} in {source} has values beyond the range of float32")
     return state
+
+
+def _require_finite(key: str, tensor: Tensor, source: Path) -> None:
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"checkpoint: {key} in {source} must be floating point, found {tensor.dtype}")
+    # float32 holds every value of the narrower types; some of them have no isfinite of their own.
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    if not torch.isfinite(wide).all():
+        bad = int((~torch.isfinite(wide)).sum())
+        raise CheckpointError(
+            f"checkpoint: {key} in {source} has {bad} of {tensor.numel()} values that are NaN or infinite; "
+            f"the training run went wrong there, take an earlier checkpoint"
+        )
 
 
 def save_checkpoint(model: CaracalModel, path: str | Path, tokenizer_file: str | Path | None = None) -> None:
@@ -168,12 +180,24 @@ def save_checkpoint(model: CaracalModel, path: str | Path, tokenizer_file: str |
         tokenizer_file: a `tokenizer.json` to copy beside the weights.
 
     Raises:
-        CheckpointError: a weight does not survive the stored dtype (overflow to infinity).
+        CheckpointError: a weight does not survive the stored dtype (overflow to infinity), the head of a tied model is
+            not the embedding, `path` is no folder, or there is no such tokenizer.
     """
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer_file is not None and not Path(tokenizer_file).is_file():
+        raise CheckpointError(f"checkpoint: no tokenizer at {tokenizer_file}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: cannot make the folder {folder} ({error.strerror})") from None
+    if model.config.tie_word_embeddings and not torch.equal(model.lm_head.weight, model.embed_tokens.weight):
+        raise CheckpointError(
+            "checkpoint: the config says tie_word_embeddings = true, but lm_head.weight is not embed_tokens.weight; "
+            "set it to false to store both"
+        )
     dtype = getattr(torch, model.config.torch_dtype)
-    state = {name: tensor.detach().to(dtype).contiguous() for name, tensor in model.state_dict().items()}
+    # Copied, because an untied head may still share its storage with the embedding, which safetensors refuses.
+    state = {name: tensor.detach().to(dtype, copy=True).contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     for name, tensor in state.items():

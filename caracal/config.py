@@ -21,6 +21,10 @@ LAYER_TYPES = (MHF, SWA)
 HIDDEN_ACTS = ("silu", "gelu")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
+# Bounds that no model comes near; beyond them a number is a mistake, and building anything from it would fill the memory.
+_MAX_SIZE = 2**31 - 1
+_MAX_LAYERS = 10_000
+
 # Keys that Hugging Face tools write into any config.json and that do not change what the model computes.
 _IGNORED_KEYS = frozenset(
     {
@@ -107,6 +111,10 @@ class CaracalConfig:
         ):
             _require_int(name, getattr(self, name), minimum=1)
         _require_int("intermediate_size", self.intermediate_size, minimum=0)
+        if self.num_hidden_layers > _MAX_LAYERS:
+            raise ConfigError(
+                f"config: num_hidden_layers must be at most {_MAX_LAYERS}, found {self.num_hidden_layers}"
+            )
         for name in ("tie_word_embeddings", "use_bias", "norm_before_conv"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"config: {name} must be true or false, found {getattr(self, name)!r}")
@@ -124,6 +132,8 @@ class CaracalConfig:
             )
         if not self.intermediate_size:
             object.__setattr__(self, "intermediate_size", default_intermediate_size(self.hidden_size, self.hidden_act))
+        if not isinstance(self.layer_types, (list, tuple)):
+            raise ConfigError(f"config: layer_types must be a list of names, found {self.layer_types!r}")
         types = tuple(self.layer_types) or default_layer_types(self.num_hidden_layers)
         object.__setattr__(self, "layer_types", types)
         if len(types) != self.num_hidden_layers:
@@ -165,15 +175,17 @@ class CaracalConfig:
                 f"known keys are {', '.join(sorted(known))}"
             )
         values = {key: value for key, value in data.items() if key in known}
-        if "torch_dtype" not in values and "dtype" in data:
+        # Newer tools write `dtype` for what used to be `torch_dtype`.
+        dtypes = {data[key] for key in ("torch_dtype", "dtype") if isinstance(data.get(key), str)}
+        if len(dtypes) > 1:
+            raise ConfigError(
+                f"config: torch_dtype and dtype contradict each other, found {' and '.join(sorted(dtypes))}"
+            )
+        if values.get("torch_dtype") is None and data.get("dtype") is not None:
             values["torch_dtype"] = data["dtype"]
         for key in ("torch_dtype", "intermediate_size", "layer_types"):
             if values.get(key, 0) is None:
                 del values[key]
-        if isinstance(values.get("layer_types", ()), str) or not isinstance(
-            values.get("layer_types", ()), (list, tuple)
-        ):
-            raise ConfigError(f"config: layer_types must be a list of names, found {values['layer_types']!r}")
         missing = [
             name
             for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -181,8 +193,6 @@ class CaracalConfig:
         ]
         if missing:
             raise ConfigError(f"config: required key missing: {', '.join(missing)}")
-        if "layer_types" in values:
-            values["layer_types"] = tuple(values["layer_types"])
         return cls(**values)
 
     @classmethod
@@ -207,8 +217,8 @@ class CaracalConfig:
 
 
 def _require_int(name: str, value: object, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"config: {name} must be an integer of at least {minimum}, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_SIZE:
+        raise ConfigError(f"config: {name} must be an integer from {minimum} to {_MAX_SIZE}, found {value!r:.60}")
 
 
 _PUBLISHED = {"tiny": (512, 12, 8), "small": (768, 12, 12), "medium": (1024, 24, 16), "large": (1536, 24, 16)}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from caracal import mixing
 from caracal.config import MHF, CaracalConfig
+from caracal.errors import CaracalError
 
 
 class MultiHeadFourier(nn.Module):
@@ -122,7 +123,8 @@ class CaracalModel(nn.Module):
 
     Call with `input_ids` [B, L] (int64) and optionally `logit_positions` [B, P] (int64, each in [0, L)): the
     positions whose logits are wanted. Returns logits [B, P, V], or [B, L, V] without `logit_positions`; V x L logits
-    of a long sequence are larger than everything else, so ask for what you read.
+    of a long sequence are larger than everything else, so ask for what you read. Raises CaracalError for an empty batch
+    and for positions out of range, which would otherwise read another row.
     """
 
     def __init__(self, config: CaracalConfig) -> None:
@@ -144,8 +146,15 @@ class CaracalModel(nn.Module):
 
     def forward(self, input_ids: Tensor, logit_positions: Tensor | None = None) -> Tensor:
         """See the class."""
+        if input_ids.dim() != 2 or input_ids.numel() == 0:
+            raise CaracalError(f"input_ids: expected [B, L] with at least one token, found {list(input_ids.shape)}")
         x = self.hidden_states(input_ids)
         if logit_positions is not None:
+            if (
+                logit_positions.numel()
+                and not 0 <= int(logit_positions.min()) <= int(logit_positions.max()) < x.shape[1]
+            ):
+                raise CaracalError(f"logit_positions: expected values from 0 to {x.shape[1] - 1}")
             x = gather_positions(x, logit_positions)
         return self.lm_head(self.norm(x))
 

@@ -140,10 +140,10 @@ class _Row:
         if self._stream is None or self.stopped_by == "stop_string":
             return ""
         safe, stopped = self._matcher.push(self._stream.finish())
-        if stopped:
-            self.stopped_by = "stop_string"
-        else:
+        if not stopped:
             safe += self._matcher.finish()
+        if self._matcher.stopped:  # `finish` settles a match that a longer stop string had left open
+            self.stopped_by = "stop_string"
         self._pieces.append(safe)
         return safe
 

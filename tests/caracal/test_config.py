@@ -103,7 +103,6 @@ def test_dtype_is_read_under_its_old_and_its_new_name(key: str, dtype: str) -> N
     assert CaracalConfig.from_dict(with_values(**{key: dtype})).torch_dtype == dtype
 
 
-@pytest.mark.xfail(strict=True, reason="a null torch_dtype hides dtype, and float32 is taken")
 def test_null_dtype_does_not_hide_the_other_name() -> None:
     assert CaracalConfig.from_dict(with_values(torch_dtype=None, dtype="float16")).torch_dtype == "float16"
 
@@ -286,14 +285,12 @@ def test_constructor_takes_a_list_of_layer_types() -> None:
     assert config.layer_types == ("mhf",)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="tuple() of it raises TypeError")
 @pytest.mark.parametrize("value", [5, True, 1.5])
 def test_constructor_refuses_layer_types_that_are_no_list(value: Any) -> None:
     with pytest.raises(ConfigError, match="layer_types"):
         CaracalConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, layer_types=value)
 
 
-@pytest.mark.xfail(strict=True, reason="num_hidden_layers has no upper limit")
 def test_absurd_depth_is_refused_before_a_list_of_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """One number in a small file must not fill the memory."""
 
@@ -411,15 +408,11 @@ def test_arbitrary_object_is_read_or_refused(data: dict[str, Any]) -> None:
 
 
 HUGE = [(key, value) for key in INTEGERS if key != "num_hidden_layers" for value in (2**31, 2**64, 10**400)]
-BEYOND_FLOAT = pytest.mark.xfail(strict=True, raises=OverflowError, reason="8 * D / 3 is a float")
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        pytest.param(key, value, marks=BEYOND_FLOAT if (key, value) == ("hidden_size", 10**400) else ())
-        for key, value in HUGE
-    ],
+    HUGE,
     ids=[f"{key}-{value.bit_length()}_bits" for key, value in HUGE],
 )
 def test_huge_integer_is_read_or_refused(key: str, value: int) -> None:

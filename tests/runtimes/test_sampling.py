@@ -349,6 +349,7 @@ class TestDraw:
             {"top_p": 0.3},
             {"top_p": 0.999},
             {"min_p": 0.9},
+            {"min_p": 0.68},
             {"min_p": 1e-3},
             {"top_k": 1500},
             {"top_k": 1024},

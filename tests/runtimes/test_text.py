@@ -125,6 +125,17 @@ class TestByteLevel:
         first, *rest = ids_of("😀".encode())
         assert stream(TOKENIZER, [END, first, END, NO_TOKEN, *rest, END]) == ["", "", "", "", "", "", "😀", "", ""]
 
+    def test_any_number_of_them_may(self) -> None:
+        first, *rest = ids_of("😀".encode())
+        for silent in (END, NO_TOKEN):
+            assert stream(TOKENIZER, [first, *[silent] * 100, *rest])[-2:] == ["😀", ""]
+
+    def test_a_character_after_broken_bytes_is_whole(self) -> None:
+        # Somewhere in this range the stream stops waiting, with each part of the character in turn at the end.
+        for count in range(60):
+            data = b"\x80" * count + "😀é".encode()
+            assert "".join(stream(TOKENIZER, ids_of(data))) == REPLACEMENT * count + "😀é"
+
     def test_broken_bytes_do_not_wait_for_the_end(self) -> None:
         pieces = stream(TOKENIZER, ids_of(b"\x80" * 200))
         assert "".join(pieces) == REPLACEMENT * 200
@@ -224,6 +235,9 @@ class TestStopMatcher:
         assert matcher.push("d") == ("", True)
         assert matcher.push("more") == ("", True)
         assert matcher.finish() == ""
+
+    def test_a_match_does_not_wait_for_a_longer_one_at_the_same_place(self) -> None:
+        assert StopMatcher(["abc", "ab"]).push("xab") == ("x", True)
 
     def test_the_end_of_the_text_settles_it(self) -> None:
         matcher = StopMatcher(["abcd", "c"])

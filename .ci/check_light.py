@@ -1,0 +1,66 @@
+"""Runs an exported bundle in an environment that has no PyTorch: every torch-free command, and their start-up time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+START_UP_SECONDS = 0.5
+
+
+def caracal(*args: str) -> str:
+    """Standard output of a command that must succeed."""
+    done = subprocess.run(["caracal", *args], capture_output=True, text=True, timeout=600)
+    if done.returncode != 0:
+        raise SystemExit(f"caracal {' '.join(args)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def seconds(*args: str) -> float:
+    """Median wall time of a command over five runs after one that warms the file cache."""
+    samples = []
+    for _ in range(6):
+        began = time.perf_counter()
+        caracal(*args)
+        samples.append(time.perf_counter() - began)
+    return statistics.median(samples[1:])
+
+
+def main() -> None:
+    bundle, text = sys.argv[1:3]
+    for package in ("torch", "onnx", "onnxscript", "onnx_ir", "safetensors"):
+        if importlib.util.find_spec(package) is not None:
+            raise SystemExit(f"light: {package} is installed here, so this shows nothing")
+    from caracal_runtimes import Bundle, SamplingOptions
+
+    model = Bundle.open(bundle).model()
+    (passage,) = model.generate("In the beginning", max_new_tokens=20, options=SamplingOptions(temperature=0))
+    streamed = caracal("generate", bundle, "-p", "In the beginning", "-n", "20", "--temperature", "0")
+    if streamed != f"{passage.text}\n" or not passage.text:
+        raise SystemExit(f"light: the command wrote {streamed!r}, the API {passage.text!r}")
+    bits = json.loads(caracal("score", bundle, text, "--format", "json"))["bits_per_byte"]
+    if not bits < 2.0:
+        raise SystemExit(f"light: {bits} bits per byte on the held-out text, expected less than 2")
+    verdict = caracal("parity", bundle).splitlines()[-1]
+    if not verdict.startswith("PASSED"):
+        raise SystemExit(f"light: {verdict}")
+    refused = subprocess.run(["caracal", "export", bundle, "-o", "x"], capture_output=True, text=True, timeout=60)
+    if refused.returncode != 3 or "torch" not in refused.stderr or Path("x").exists():
+        raise SystemExit(f"light: export without torch said {refused.stderr!r} with exit code {refused.returncode}")
+    times = {name: seconds(*args) for name, args in {"--help": ("--help",), "info": ("info", bundle)}.items()}
+    slow = {name: value for name, value in times.items() if value > START_UP_SECONDS}
+    figures = ", ".join(f"{name} {value:.2f} s" for name, value in times.items())
+    print(f"{'FAILED' if slow else 'PASSED'}  start-up  {figures}  limit {START_UP_SECONDS} s")
+    if slow:
+        raise SystemExit(1)
+    print(verdict)
+    print(f"PASSED  score  {bits:.4f} bits per byte  limit 2")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,569 @@
+"""`export_checkpoint`: a whole, described, proven bundle; or an error that says why, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import safetensors.torch
+import torch
+from caracal_export import export_checkpoint, exporter, lowerings, weights
+from caracal_export.errors import VerificationError
+from caracal_export.staging import check_target, staged_folder
+from caracal_export.tracing import retarget
+from caracal_runtimes.bundle import Bundle
+from caracal_runtimes.errors import InputError, RuntimeToolError
+from caracal_runtimes.parity import run_parity
+from onnxscript.onnx_opset import opset18 as op
+
+from caracal import CaracalModel, CheckpointError
+
+FILES = {"README.md", "forward.onnx", "golden.safetensors", "tokenizer.json", "weights.safetensors"}
+
+
+@pytest.fixture
+def traced_before(monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path]) -> None:
+    """Exports of `checkpoint` take the graph from its bundle: all but the tracing, in a tenth of the time."""
+
+    def trace(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
+        return retarget(ir.load(bundle(mixing) / "forward.onnx"), opset)
+
+    monkeypatch.setattr(exporter, "trace_forward", trace)
+
+
+@pytest.fixture
+def altered_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of `checkpoint`, to be altered."""
+    return Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("altered") / "tiny"))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _edit_weight(checkpoint: Path, name: str, edit: Callable[[torch.Tensor], object]) -> None:
+    state = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    edit(state[name])
+    safetensors.torch.save_file(state, checkpoint / "model.safetensors")
+
+
+# A bundle that is right
+
+
+@pytest.fixture(scope="module", params=["matmul", "dft"])
+def exported(request: pytest.FixtureRequest, bundle: Callable[[str], Path]) -> tuple[str, Path]:
+    return request.param, bundle(request.param)
+
+
+def test_manifest_has_size_and_hash_of_every_file(exported: tuple[str, Path]) -> None:
+    _, folder = exported
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert _names(folder) == FILES | {"manifest.json"}
+    assert manifest["files"] == {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in _contents(folder).items()
+        if name != "manifest.json"
+    }
+
+
+def test_manifest_describes_graph_and_source(exported: tuple[str, Path], checkpoint: Path) -> None:
+    mixing, folder = exported
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    nodes = onnx.load(folder / "forward.onnx", load_external_data=False).graph.node
+    assert (manifest["format"], manifest["format_version"]) == ("caracal-bundle", 1)
+    assert manifest["precision"] == "float32"
+    assert manifest["weights"] == "weights.safetensors"
+    assert manifest["tokenizer"] == "tokenizer.json"
+    assert manifest["config"] == json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    assert manifest["graphs"]["forward"] == {
+        "file": "forward.onnx",
+        "opset": 18,
+        "mixing": mixing,
+        "inputs": [
+            {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
+            {"name": "logit_positions", "dtype": "int64", "shape": ["batch", "positions"]},
+        ],
+        "outputs": [{"name": "logits", "dtype": "float32", "shape": ["batch", "positions", 97]}],
+        "operators": dict(Counter(node.op_type for node in nodes)),
+    }
+    assert manifest["source"]["name"] == "tiny"
+    assert manifest["source"]["files"] == {
+        name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
+        for name in ("config.json", "model.safetensors")
+    }
+    for package in ("torch", "onnx", "onnxruntime", "safetensors"):
+        assert manifest["producer"][package] == importlib.metadata.version(package)
+
+
+def test_manifest_and_card_say_what_was_verified(exported: tuple[str, Path]) -> None:
+    _, folder = exported
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    found, golden = manifest["verification"], manifest["golden"]
+    assert found["verdict"] == "PASSED"
+    assert found["limit_relative_l2"] == 1e-5
+    assert 0 < found["worst_relative_l2"] <= 1e-5
+    assert found["comparisons"] == len(golden["cases"]) + len(golden["greedy"])
+    assert found["environment"]["onnxruntime"] == importlib.metadata.version("onnxruntime")
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"worst relative L2 {found['worst_relative_l2']:.1e}" in card
+    assert "--no-verify" not in card
+
+
+def test_tokenizer_travels_unaltered(exported: tuple[str, Path], checkpoint: Path, untied_bundle: Path) -> None:
+    assert (exported[1] / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+    assert not (untied_bundle / "tokenizer.json").exists()
+    assert Bundle.open(untied_bundle).manifest.tokenizer is None
+
+
+@pytest.mark.parametrize("where", ["with blanks and ß ü 模型", "[a]*?{b}", "-dash", ".hidden"])
+@pytest.mark.usefixtures("traced_before")
+def test_any_folder_name_will_do(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Given relative to the working directory, and run after a move to another place."""
+    (tmp_path / where).mkdir()
+    shutil.copytree(checkpoint, tmp_path / where / "checkpoint of ü")
+    monkeypatch.chdir(tmp_path / where)
+    result = export_checkpoint(Path("checkpoint of ü"), where, threads=1)
+    assert _names(tmp_path / where) == {"checkpoint of ü", where}
+    assert result.report is not None
+    assert result.report.verdict == "PASSED"
+    monkeypatch.chdir("/")
+    moved = tmp_path / "moved ß"
+    (tmp_path / where / where).rename(moved)
+    assert result.bytes == sum(path.stat().st_size for path in moved.iterdir())
+    assert run_parity(Bundle.open(moved), threads=1).verdict == "PASSED"
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_files_get_the_usual_permissions(checkpoint: Path, tmp_path: Path) -> None:
+    """Some writers make files that only their owner may read."""
+    before = os.umask(0o022)
+    try:
+        export_checkpoint(checkpoint, tmp_path / "out", threads=1)
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
+        FILES | {"manifest.json"}, oct(0o644)
+    )
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_no_verify_writes_a_bundle_that_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    result = export_checkpoint(checkpoint, tmp_path / "out", verify=False)
+    assert result.report is None
+    assert Bundle.open(tmp_path / "out").manifest.verification is None
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "Nothing: it was exported with `--no-verify`" in card
+    assert "PASSED" not in card
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_progress_reaches_the_end(checkpoint: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    export_checkpoint(checkpoint, tmp_path / "out", threads=1, progress=lambda *step: seen.append(step))
+    stages = list(dict.fromkeys(what.partition(":")[0] for what, _, _ in seen))
+    assert stages[0] == "reading the checkpoint"
+    assert stages[-1] == "verifying"
+    assert seen[-1][1] == seen[-1][2]
+
+
+# Verification
+
+
+def test_a_slightly_wrong_lowering_is_not_written(
+    checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def off_by_a_thousandth(v: Any, g: Any) -> Any:
+        return op.Mul(lowerings.causal_conv_matmul(v, g), op.Constant(value_float=1.001))
+
+    monkeypatch.setitem(lowerings.MIXINGS, "matmul", off_by_a_thousandth)  # type: ignore[arg-type]
+    with pytest.raises(VerificationError) as raised:
+        export_checkpoint(checkpoint, tmp_path / "out", threads=1)
+    assert raised.value.exit_code == 1
+    verdict = next(line for line in str(raised.value).splitlines() if line.startswith("FAILED"))
+    found = re.search(r"worst relative L2 (\S+) \((\w+)\)  limit 1e-05", verdict)
+    assert found, verdict
+    assert 1e-5 < float(found[1]) < 1e-2
+    assert found[2] in {case.name for case in Bundle.open(bundle("matmul")).manifest.golden.cases}
+    assert _names(tmp_path) == set()
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_weights_in_each_others_place_are_not_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = weights.write_weights
+
+    def swapped(graph: ir.Model, folder: Path) -> None:
+        a, b = (graph.graph.initializers[f"blocks.0.mhf.{name}.weight"] for name in ("value_proj", "gate_proj"))
+        a.const_value, b.const_value = b.const_value, a.const_value
+        write(graph, folder)
+
+    monkeypatch.setattr(weights, "write_weights", swapped)
+    with pytest.raises(VerificationError, match=r"blocks\.0\.mhf\.value_proj\.weight differs"):
+        export_checkpoint(checkpoint, tmp_path / "out", threads=1)
+    assert _names(tmp_path) == set()
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_an_invalid_graph_is_not_written(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = ir.save
+
+    def misspelt(model: ir.Model, path: Path) -> None:
+        next(iter(model.graph)).op_type = "Conztant"
+        save(model, path)
+
+    monkeypatch.setattr(ir, "save", misspelt)
+    with pytest.raises(VerificationError, match=r"not valid ONNX.*Conztant"):
+        export_checkpoint(checkpoint, tmp_path / "out", verify=False)
+    assert _names(tmp_path) == set()
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_a_verification_that_could_not_run_is_no_mismatch(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """'Not reached' lies between right and wrong: another exit code, and no claim about the numbers."""
+    import onnxruntime
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("the library is broken")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", broken)
+    with pytest.raises(RuntimeToolError, match="the library is broken") as raised:
+        export_checkpoint(checkpoint, tmp_path / "out", threads=1)
+    assert _names(tmp_path) == set()
+    assert raised.value.exit_code == 3
+    assert "does not compute" not in str(raised.value)
+
+
+# Input that is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mixing": "fft"}, "--mixing must be .*'fft'"),
+        ({"opset": 16}, "--opset must be from 17 to 23, found 16"),
+        ({"opset": 24}, "--opset must be from 17 to 23, found 24"),
+        ({"threads": -1}, "--threads must be .*-1"),
+        ({"threads": 5000}, "--threads must be .*5000"),
+    ],
+)
+@pytest.mark.usefixtures("traced_before")
+def test_bad_arguments_are_bad_input(checkpoint: Path, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        export_checkpoint(checkpoint, tmp_path / "out", **arguments)
+    assert raised.value.exit_code == 2
+    assert _names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(altered_checkpoint: Path, tmp_path: Path, value: float) -> None:
+    name = "blocks.1.mhf.out_proj.weight"
+    _edit_weight(altered_checkpoint, name, lambda weight: weight[3, 5:7].fill_(value))
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} .*2 of 1024 values"):
+        export_checkpoint(altered_checkpoint, tmp_path / "out")
+    assert _names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("module", ["blocks.1.mhf.value_proj", "blocks.2.ffn.down_proj"])
+def test_a_forward_pass_that_overflows_names_the_first_module(
+    altered_checkpoint: Path, tmp_path: Path, module: str
+) -> None:
+    _edit_weight(altered_checkpoint, f"{module}.weight", lambda weight: weight.fill_(3e38))
+    with pytest.raises(InputError, match=rf"NaN or infinite.*first in {re.escape(module)} ") as raised:
+        export_checkpoint(altered_checkpoint, tmp_path / "out")
+    assert raised.value.exit_code == 2
+    assert _names(tmp_path) == set()
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(
+    altered_checkpoint: Path, tmp_path: Path, tokenizer_json: Callable[[int], str]
+) -> None:
+    (altered_checkpoint / "tokenizer.json").write_text(tokenizer_json(98), encoding="utf-8")
+    with pytest.raises(InputError, match="token ids up to 97, the model's vocab_size is 97"):
+        export_checkpoint(altered_checkpoint, tmp_path / "out")
+    assert _names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": "1.0", "model": {"type": "WordLevel"', "\x00\xff"])
+def test_a_broken_tokenizer_is_refused(altered_checkpoint: Path, tmp_path: Path, text: str) -> None:
+    (altered_checkpoint / "tokenizer.json").write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match=r"tokenizer\.json is no tokenizer"):
+        export_checkpoint(altered_checkpoint, tmp_path / "out")
+    assert _names(tmp_path) == set()
+
+
+def test_a_disk_without_room_is_refused_beforehand(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(InputError, match=r"needs about \d+ MB, the disk has 1 MB free"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert _names(tmp_path) == set()
+
+
+# The target
+
+
+def test_an_existing_bundle_is_not_touched_without_overwrite(
+    checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path]
+) -> None:
+    shutil.copytree(bundle("matmul"), tmp_path / "out")
+    before = _contents(tmp_path / "out")
+    with pytest.raises(InputError, match="exists; pass --overwrite"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert _contents(tmp_path / "out") == before
+    assert _names(tmp_path) == {"out"}
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_overwrite_replaces_a_bundle(checkpoint: Path, tmp_path: Path, untied_bundle: Path) -> None:
+    shutil.copytree(untied_bundle, tmp_path / "out")
+    export_checkpoint(checkpoint, tmp_path / "out", overwrite=True, threads=1)
+    assert _names(tmp_path) == {"out"}
+    assert _names(tmp_path / "out") == FILES | {"manifest.json"}
+    assert Bundle.open(tmp_path / "out").manifest.config["tie_word_embeddings"] is True
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_overwrite_takes_an_empty_folder(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    export_checkpoint(checkpoint, tmp_path / "out", overwrite=True, threads=1)
+    assert Bundle.open(tmp_path / "out").manifest.verification is not None
+
+
+def test_overwrite_replaces_nothing_but_a_bundle(
+    checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path]
+) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    (tmp_path / "file").write_text("also work")
+    shutil.copytree(bundle("matmul"), tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    before = _contents(tmp_path / "real")
+    for name, reason in {
+        "thesis": "is no bundle",
+        "file": "is a file",
+        "link": "is a link",
+        "dangling": "is a link",
+        "missing/out": "does not exist",
+        "file/out": "does not exist",
+    }.items():
+        with pytest.raises(InputError, match=reason):
+            export_checkpoint(checkpoint, tmp_path / name, overwrite=True)
+    assert _names(tmp_path) == {"thesis", "file", "real", "link", "dangling"}
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+    assert (tmp_path / "file").read_text() == "also work"
+    assert _contents(tmp_path / "real") == before
+
+
+@pytest.mark.parametrize("output", ["", " ", "/"])
+def test_an_output_without_a_name_is_refused(checkpoint: Path, output: str) -> None:
+    with pytest.raises(InputError, match="must name the bundle's folder"):
+        export_checkpoint(checkpoint, output, overwrite=True)
+
+
+def test_the_checkpoint_is_never_the_output(altered_checkpoint: Path) -> None:
+    before = _contents(altered_checkpoint)
+    with pytest.raises(InputError, match="is no bundle"):
+        export_checkpoint(altered_checkpoint, altered_checkpoint, overwrite=True)
+    assert _contents(altered_checkpoint) == before
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_a_target_that_appears_meanwhile_is_not_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    def someone_else(what: str, done: int, total: int) -> None:
+        if what == "comparing weights":
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "theirs").write_text("x")
+
+    with pytest.raises(InputError, match="exists"):
+        export_checkpoint(checkpoint, tmp_path / "out", threads=1, progress=someone_else)
+    assert _names(tmp_path) == {"out"}
+    assert _names(tmp_path / "out") == {"theirs"}
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_a_failed_overwrite_leaves_the_old_bundle(
+    checkpoint: Path, tmp_path: Path, untied_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(untied_bundle, tmp_path / "out")
+    before = _contents(tmp_path / "out")
+
+    def fail(*args: object) -> int:
+        raise VerificationError("wrong")
+
+    monkeypatch.setattr(weights, "compare_weights", fail)
+    with pytest.raises(VerificationError):
+        export_checkpoint(checkpoint, tmp_path / "out", overwrite=True)
+    assert _contents(tmp_path / "out") == before
+    assert _names(tmp_path) == {"out"}
+
+
+# Interrupted
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[Callable[[int], None]]:
+    """`file_size_limit(bytes)`: from then on no file grows beyond, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "recording goldens: one",
+        "tracing the graph",
+        "writing weights and graph",
+        "comparing weights",
+        "verifying: done",
+    ],
+)
+@pytest.mark.usefixtures("traced_before")
+def test_a_full_disk_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, file_size_limit: Callable[[int], None], stage: str
+) -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(what: str, done: int, total: int) -> None:
+        if what == stage:
+            file_size_limit(1000)
+
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*nothing was changed") as raised:
+            export_checkpoint(checkpoint, tmp_path / "out", threads=1, progress=fill)
+    finally:
+        file_size_limit(soft)
+    assert raised.value.exit_code == 2
+    assert "\n" not in str(raised.value)
+    assert _names(tmp_path) == set()
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from caracal_export.staging import staged_folder
+
+def killed(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[2] == "between the renames":
+    first = Path.rename
+    def rename(self, target):
+        Path.rename = killed
+        return first(self, target)
+    Path.rename = rename
+with staged_folder(Path(sys.argv[1]), overwrite=True) as stage:
+    (stage / "half").write_text("half")
+    if sys.argv[2] == "inside":
+        killed()
+"""
+
+
+def _kill(target: Path, when: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(target), when], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -9, done.stderr
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_a_killed_export_leaves_no_target_and_the_next_one_cleans_up(checkpoint: Path, tmp_path: Path) -> None:
+    _kill(tmp_path / "out", "inside")
+    (leftover,) = tmp_path.iterdir()
+    assert leftover.name.startswith(".out.partial-")
+    export_checkpoint(checkpoint, tmp_path / "out", threads=1)
+    assert _names(tmp_path) == {"out"}
+
+
+def test_a_kill_between_the_renames_loses_no_bundle(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
+    shutil.copytree(bundle("matmul"), tmp_path / "out")
+    before = _contents(tmp_path / "out")
+    _kill(tmp_path / "out", "between the renames")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="exists; pass --overwrite"):
+        check_target(tmp_path / "out", overwrite=False)
+    assert _contents(tmp_path / "out") == before
+    assert _names(tmp_path) == {"out"}
+
+
+def test_leftovers_of_others_stay(tmp_path: Path) -> None:
+    """Those of an export that still runs, of another target, and whatever merely looks alike."""
+    with contextlib.ExitStack() as stack:
+        sleeper = stack.enter_context(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        names = {
+            f".out.partial-{sleeper.pid}",
+            ".out2.partial-4194303",
+            ".out.partial-x",
+            ".out.notes-4194303",
+            "o.partial-1",
+        }
+        for name in names:
+            (tmp_path / name).mkdir()
+        check_target(tmp_path / "out", overwrite=False)
+        assert _names(tmp_path) == names
+        sleeper.kill()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_any_exception_clears_the_stage(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), staged_folder(tmp_path / "out", overwrite=False) as stage:
+        (stage / "half").write_text("half")
+        raise error
+    assert _names(tmp_path) == set()
+
+
+def test_a_rename_that_fails_brings_the_old_bundle_back(
+    tmp_path: Path, bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(bundle("matmul"), tmp_path / "out")
+    before, rename = _contents(tmp_path / "out"), Path.rename
+
+    def fail_once(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with (
+        pytest.raises(InputError, match="Input/output error"),
+        staged_folder(tmp_path / "out", overwrite=True) as stage,
+    ):
+        (stage / "manifest.json").write_text("{}")
+    assert _contents(tmp_path / "out") == before
+    assert _names(tmp_path) == {"out"}
+
+
+def test_the_numbers_of_a_bundle_are_the_checkpoints(exported: tuple[str, Path], model: CaracalModel) -> None:
+    """The whole way at once: a bundle opened by the runtime gives the logits of the model that was saved."""
+    ids = np.random.default_rng(0).integers(0, 97, (2, 33))
+    with torch.no_grad():
+        want = model(torch.from_numpy(ids)).numpy()
+    got = Bundle.open(exported[1]).model(threads=1).forward(ids)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) <= 1e-5

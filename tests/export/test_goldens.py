@@ -1,0 +1,173 @@
+"""What the goldens cover, and that they are what the reference computes row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from caracal_export import goldens
+from caracal_runtimes.manifest import GoldenCase, Manifest
+from numpy.typing import NDArray
+
+from caracal import CaracalModel
+
+Tensors = dict[str, NDArray[Any]]
+WINDOW = 8
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Callable[[str], Path]) -> Manifest:
+    return Manifest.from_json((bundle("matmul") / "manifest.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def tensors(bundle: Callable[[str], Path], manifest: Manifest) -> Tensors:
+    return safetensors.numpy.load_file(bundle("matmul") / manifest.golden.file)
+
+
+@pytest.fixture(scope="module")
+def exact(model: CaracalModel) -> CaracalModel:
+    """The reference in float64."""
+    double = CaracalModel(model.config).double()
+    double.load_state_dict(model.state_dict())
+    return double.requires_grad_(False)
+
+
+def _ids_read(cases: list[GoldenCase], tensors: Tensors) -> set[int]:
+    """Ids at real positions; what stands in a row's padding is read by the graph but decides nothing."""
+    read: set[int] = set()
+    for case in cases:
+        for row, length in zip(tensors[f"{case.name}/input_ids"], tensors[f"{case.name}/lengths"], strict=True):
+            read.update(row[:length].tolist())
+    return read
+
+
+def test_lengths_are_where_implementations_break(manifest: Manifest, tensors: Tensors) -> None:
+    lengths = {
+        case.name: sorted(set(tensors[f"{case.name}/lengths"].tolist()))
+        for case in manifest.golden.cases
+        if not case.columns
+    }
+    assert lengths == {
+        "one": [1],
+        "two": [2],
+        "three": [3],
+        "window_minus_1": [WINDOW - 1],
+        "window": [WINDOW],
+        "window_plus_1": [WINDOW + 1],
+        "odd": [37],
+        "beyond_window": [3 * WINDOW + 5],
+        "ragged": [1, WINDOW + 1, 2 * WINDOW + 3],
+    }
+
+
+def test_every_row_of_the_embedding_is_read(manifest: Manifest, tensors: Tensors, model: CaracalModel) -> None:
+    assert _ids_read(list(manifest.golden.cases), tensors) == set(range(model.config.vocab_size))
+
+
+def test_manifest_describes_the_tensors(manifest: Manifest, tensors: Tensors) -> None:
+    wanted = set()
+    for case in manifest.golden.cases:
+        keys = ["input_ids", "lengths", "logit_positions", "logits", *(["columns"] if case.columns else [])]
+        wanted |= {f"{case.name}/{key}" for key in keys}
+        ids, positions, logits = (tensors[f"{case.name}/{key}"] for key in ("input_ids", "logit_positions", "logits"))
+        assert ids.shape == (case.batch, case.length)
+        assert logits.shape[:2] == positions.shape
+        assert (positions < tensors[f"{case.name}/lengths"][:, None]).all()
+        assert (ids.dtype, positions.dtype, logits.dtype) == (np.int64, np.int64, np.float32)
+    for greedy in manifest.golden.greedy:
+        wanted |= {f"{greedy.name}/{key}" for key in ("prompt", "continuation", "margins")}
+        assert len(tensors[f"{greedy.name}/prompt"]) == greedy.prompt_length
+        assert len(tensors[f"{greedy.name}/continuation"]) == greedy.new_tokens == 32
+    assert set(tensors) == wanted
+    assert "PyTorch" in manifest.golden.reference
+
+
+def test_each_row_is_what_float64_computes_for_it_alone(
+    manifest: Manifest, tensors: Tensors, exact: CaracalModel, relative_l2: Callable[..., float]
+) -> None:
+    for case in manifest.golden.cases:
+        for index, length in enumerate(tensors[f"{case.name}/lengths"]):
+            row = torch.from_numpy(tensors[f"{case.name}/input_ids"][index : index + 1, :length])
+            want = exact(row)[0].numpy()[tensors[f"{case.name}/logit_positions"][index]]
+            if case.columns:
+                want = want[:, tensors[f"{case.name}/columns"]]
+            assert relative_l2(tensors[f"{case.name}/logits"][index], want) <= 1e-5, (case.name, index)
+
+
+def test_ragged_rows_are_recorded_at_their_own_positions(tensors: Tensors) -> None:
+    for row, length in zip(tensors["ragged/logit_positions"], tensors["ragged/lengths"], strict=True):
+        np.testing.assert_array_equal(row[:length], np.arange(length))
+        assert (row[length:] == length - 1).all()
+
+
+def test_greedy_continuations_are_what_float64_continues(
+    manifest: Manifest, tensors: Tensors, exact: CaracalModel
+) -> None:
+    assert {greedy.prompt_length > WINDOW for greedy in manifest.golden.greedy} == {True, False}
+    for greedy in manifest.golden.greedy:
+        ids = tensors[f"{greedy.name}/prompt"].tolist()
+        continuation, margins = tensors[f"{greedy.name}/continuation"], tensors[f"{greedy.name}/margins"]
+        assert margins.min() > 1e-3, "a near tie would prove nothing; choose other weights"
+        for token, margin in zip(continuation, margins, strict=True):
+            best = exact(torch.tensor([ids]))[0, -1].topk(2)
+            assert int(best.indices[0]) == token
+            assert float(best.values[0] - best.values[1]) == pytest.approx(margin, rel=1e-2)
+            ids.append(int(token))
+
+
+@pytest.mark.parametrize("overrides", [{"vocab_size": 600, "tie_word_embeddings": False}, {"vocab_size": 513}])
+def test_a_vocabulary_beyond_one_row_is_covered_too(
+    random_model: Callable[..., CaracalModel], overrides: dict[str, Any]
+) -> None:
+    model = random_model(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, **overrides)
+    recorded = goldens.record(model)
+    assert _ids_read(recorded.cases, recorded.tensors) == set(range(overrides["vocab_size"]))
+
+
+def test_a_large_tied_vocabulary_shows_every_row_as_a_column(random_model: Callable[..., CaracalModel]) -> None:
+    model = random_model(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=17000)
+    recorded = goldens.record(model)
+    assert not any(case.columns for case in recorded.cases)
+    for case in recorded.cases:
+        assert recorded.tensors[f"{case.name}/logits"].shape[-1] == 17000
+
+
+def test_a_large_untied_vocabulary_is_still_read_whole(random_model: Callable[..., CaracalModel]) -> None:
+    model = random_model(
+        hidden_size=4,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        intermediate_size=4,
+        vocab_size=17000,
+        tie_word_embeddings=False,
+    )
+    recorded = goldens.record(model)
+    assert _ids_read(recorded.cases, recorded.tensors) == set(range(17000))
+
+
+def test_the_same_model_gives_the_same_goldens(
+    bundle: Callable[[str], Path], model: CaracalModel, tensors: Tensors
+) -> None:
+    again = goldens.record(model).tensors
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(again[name], tensor, err_msg=name)
+    assert (bundle("dft") / "golden.safetensors").read_bytes() == (bundle("matmul") / "golden.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "module", ["blocks.0.mhf.pre_conv", "blocks.1.mhf.value_proj", "blocks.2.ffn.down_proj", "norm"]
+)
+def test_the_first_module_that_is_not_finite_is_named(random_model: Callable[..., CaracalModel], module: str) -> None:
+    model = random_model()
+    with torch.no_grad():
+        model.get_submodule(module).weight.fill_(3e38)
+    expected = {"blocks.0.mhf.pre_conv": "blocks.0.mhf.norm"}.get(module, module)  # run as a function, not as a module
+    ids = torch.arange(97)[None]
+    assert goldens.first_not_finite(model, ids) == expected

@@ -1,0 +1,302 @@
+"""`manifest.json`: the written form reads back, and nothing malformed is taken."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from caracal_runtimes.errors import BundleError
+from caracal_runtimes.manifest import Manifest, safe_name
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+HASH = "0123456789abcdef" * 4
+IDS = {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]}
+LOGITS = {"name": "logits", "dtype": "float32", "shape": ["batch", "positions", 19]}
+VALID: dict[str, Any] = {
+    "format": "caracal-bundle",
+    "format_version": 1,
+    "config": {
+        "vocab_size": 19,
+        "hidden_size": 12,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "intermediate_size": 20,
+        "sliding_window": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 18,
+    },
+    "precision": "float32",
+    "graphs": {
+        "forward": {
+            "file": "graphs/forward.onnx",
+            "opset": 18,
+            "mixing": "matmul",
+            "inputs": [IDS],
+            "outputs": [LOGITS],
+            "operators": {"MatMul": 3},
+        }
+    },
+    "weights": "w.safetensors",
+    "golden": {
+        "file": "g.safetensors",
+        "reference": "PyTorch",
+        "cases": [{"name": "one", "batch": 1, "length": 2, "columns": False}],
+        "greedy": [{"name": "greedy", "prompt_length": 1, "new_tokens": 32}],
+    },
+    "files": {
+        name: {"bytes": 7, "sha256": HASH}
+        for name in ("graphs/forward.onnx", "w.safetensors", "g.safetensors", "tokenizer.json")
+    },
+    "tokenizer": "tokenizer.json",
+    "producer": {"torch": "2"},
+    "source": {"name": "x"},
+    "verification": {"verdict": "PASSED"},
+}
+
+Keys = tuple[str | int, ...]
+OPTIONAL: set[Keys] = {("tokenizer",), ("verification",), ("config", "bos_token_id"), ("config", "eos_token_id")}
+MAPS: set[Keys] = {("graphs",), ("files",), ("producer",), ("graphs", "forward", "operators")}
+FREE: set[Keys] = {("source",), ("verification",)}
+
+
+def walk(value: Any, path: Keys = ()) -> Iterator[Keys]:
+    """Paths of all values below the top, except inside objects whose contents are free."""
+    items: list[tuple[str | int, Any]] = []
+    if isinstance(value, dict) and path not in FREE:
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    for key, item in items:
+        yield (*path, key)
+        yield from walk(item, (*path, key))
+
+
+def at(data: Any, path: Keys) -> Any:
+    for key in path:
+        data = data[key]
+    return data
+
+
+def replaced(path: Keys, value: Any) -> str:
+    """The valid manifest's text with one value replaced."""
+    data = copy.deepcopy(VALID)
+    at(data, path[:-1])[path[-1]] = value
+    return json.dumps(data)
+
+
+def without(path: Keys) -> str:
+    data = copy.deepcopy(VALID)
+    del at(data, path[:-1])[path[-1]]
+    return json.dumps(data)
+
+
+def place(path: Keys) -> str:
+    """How an error names a value: dots for keys, brackets for indices."""
+    return "manifest" + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+
+
+def refused(text: str, message: str) -> None:
+    with pytest.raises(BundleError, match=message):
+        Manifest.from_json(text)
+
+
+PATHS = list(walk(VALID))
+DIMENSIONS = [path for path in PATHS if "shape" in path[:-1]]
+TYPED = [path for path in PATHS if path not in DIMENSIONS]
+REQUIRED = [path for path in TYPED if isinstance(path[-1], str) and path not in OPTIONAL and path[:-1] not in MAPS]
+NUMBERS = [path for path in TYPED if type(at(VALID, path)) is int and path != ("format_version",)]
+FILES: list[Keys] = [("weights",), ("golden", "file"), ("graphs", "forward", "file"), ("tokenizer",)]
+WRONG: list[Any] = [None, True, 1, 1.5, math.nan, math.inf, "x", [], {}]
+
+
+class TestRoundTrip:
+    def test_written_and_read_again(self) -> None:
+        manifest = Manifest.from_json(json.dumps(VALID))
+        assert json.loads(manifest.to_json()) == VALID
+        assert Manifest.from_json(manifest.to_json()) == manifest
+
+    def test_fields(self) -> None:
+        manifest = Manifest.from_json(json.dumps(VALID))
+        graph = manifest.graphs["forward"]
+        assert (graph.file, graph.opset, graph.outputs[0].shape) == (
+            "graphs/forward.onnx",
+            18,
+            ("batch", "positions", 19),
+        )
+        assert manifest.files["w.safetensors"].sha256 == HASH
+        assert (manifest.golden.cases[0].length, manifest.golden.greedy[0].new_tokens) == (2, 32)
+        assert (manifest.model.sliding_window, manifest.model.eos_token_id) == (4, 18)
+
+    @pytest.mark.parametrize("path", sorted(OPTIONAL))
+    def test_optional_values_may_be_null_or_absent(self, path: Keys) -> None:
+        for text in (replaced(path, None), without(path)):
+            manifest = Manifest.from_json(text)
+            holder = manifest.model if path[0] == "config" else manifest
+            assert getattr(holder, str(path[-1])) is None
+
+    def test_unknown_keys_are_ignored(self) -> None:
+        for path in ((), ("golden",), ("golden", "cases", 0), ("graphs", "forward"), ("files", "w.safetensors")):
+            assert Manifest.from_json(replaced((*path, "of a later version"), 1)) is not None
+
+    def test_an_exported_manifest(self, exported: Any) -> None:
+        text = (exported.bundle / "manifest.json").read_text(encoding="utf-8")
+        assert json.loads(Manifest.from_json(text).to_json()) == json.loads(text)
+
+
+class TestMalformed:
+    def test_the_lists_below_reach_every_part(self) -> None:
+        assert len(REQUIRED) > 30
+        assert len(NUMBERS) > 15
+
+    @pytest.mark.parametrize("path", REQUIRED, ids=place)
+    def test_missing(self, path: Keys) -> None:
+        refused(without(path), re.escape(place(path)) + " is missing")
+
+    @pytest.mark.parametrize("path", TYPED, ids=place)
+    def test_another_type(self, path: Keys) -> None:
+        """A number that is a boolean, a fraction or NaN is another type too."""
+        right = type(at(VALID, path))
+        for value in WRONG:
+            if type(value) is right or (value is None and path in OPTIONAL):
+                continue
+            refused(replaced(path, value), re.escape(place(path)))
+
+    @pytest.mark.parametrize("path", NUMBERS, ids=place)
+    def test_numbers_out_of_range(self, path: Keys) -> None:
+        for value in (-1, 2**63, 10**400):
+            refused(replaced(path, value), re.escape(place(path)))
+
+    @pytest.mark.parametrize(
+        "path",
+        [path for path in NUMBERS if path[-1] not in ("bytes", "bos_token_id", "eos_token_id", "MatMul")],
+        ids=place,
+    )
+    def test_numbers_that_cannot_be_zero(self, path: Keys) -> None:
+        refused(replaced(path, 0), re.escape(place(path)))
+
+    @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id"])
+    def test_a_special_token_outside_the_vocabulary(self, key: str) -> None:
+        refused(replaced(("config", key), 19), rf"manifest\.config\.{key}")
+
+    @pytest.mark.parametrize("found", ["", "caracal", "CARACAL-BUNDLE"])
+    def test_another_format(self, found: str) -> None:
+        refused(replaced(("format",), found), rf'manifest\.format must be "caracal-bundle", found {found!r}')
+
+    @pytest.mark.parametrize(
+        ("version", "advice"), [(2, "update caracal-onnx"), (10**30, "update"), (0, "export the bundle again")]
+    )
+    def test_another_version(self, version: int, advice: str) -> None:
+        refused(replaced(("format_version",), version), rf"manifest\.format_version {version} .*{advice}")
+
+    @pytest.mark.parametrize("digest", ["", HASH[:-1], HASH + "0", HASH.upper(), "g" + HASH[1:], HASH + "\n"])
+    def test_no_sha256(self, digest: str) -> None:
+        refused(replaced(("files", "w.safetensors", "sha256"), digest), r"manifest\.files\.w\.safetensors\.sha256")
+
+    @pytest.mark.parametrize("dtype", ["float16", "", "FLOAT32", "int32"])
+    def test_another_dtype(self, dtype: str) -> None:
+        refused(replaced(("graphs", "forward", "inputs", 0, "dtype"), dtype), r"forward\.inputs\[0\]\.dtype must be")
+
+    @pytest.mark.parametrize("dim", [-1, 1.0, True, None, [], {}, math.nan])
+    def test_no_dimension(self, dim: Any) -> None:
+        refused(replaced(("graphs", "forward", "outputs", 0, "shape", 1), dim), r"forward\.outputs\[0\]\.shape must")
+
+    def test_the_forward_graph_is_required(self) -> None:
+        refused(replaced(("graphs",), {"other": VALID["graphs"]["forward"]}), r"manifest\.graphs .*'forward'")
+
+    @pytest.mark.parametrize("path", FILES, ids=place)
+    def test_a_file_that_is_not_listed(self, path: Keys) -> None:
+        refused(replaced(path, "elsewhere.bin"), r"manifest\.files has no entry for 'elsewhere\.bin'")
+
+    @pytest.mark.parametrize("outer", [(), ("files",), ("files", "w.safetensors"), ("config",)])
+    def test_the_same_key_twice(self, outer: Keys) -> None:
+        """Which of two entries counts differs between JSON readers, so that they would check different hashes."""
+        text = json.dumps(VALID)
+        data = at(VALID, outer)
+        key = next(iter(data))
+        member = f"{json.dumps(key)}: {json.dumps(data[key])}"
+        start = text.index("{" + member)
+        refused(text[: start + 1] + member + ", " + text[start + 1 :], re.escape(key))
+
+
+BAD_NAMES = [
+    "", "/", "/etc/passwd", "..", ".", "../w", "a/../w", "a/..", "./w", "a/./b", "a//b", "a/", "//host/w",
+    "\\", "a\\b", "..\\w", "\\\\host\\share\\w", "C:", "C:w", "C:/w", "c:\\w", "a\0b", "\0",
+]  # fmt: skip
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", BAD_NAMES)
+    @pytest.mark.parametrize("path", FILES, ids=place)
+    def test_a_path_that_may_leave_the_bundle(self, path: Keys, name: str) -> None:
+        refused(replaced(path, name), re.escape(place(path)))
+
+    @pytest.mark.parametrize("name", BAD_NAMES)
+    def test_in_the_list_of_files(self, name: str) -> None:
+        refused(replaced(("files", name), {"bytes": 1, "sha256": HASH}), r"manifest\.files: ")
+
+    @pytest.mark.parametrize("name", ["a", "a.b", "...", "..a", "a..", ".hidden", "a b/c", "ü/日本", "a/b/c.onnx"])
+    def test_plain_names(self, name: str) -> None:
+        assert safe_name(name, "here") == name
+
+    @pytest.mark.parametrize("name", [None, 1, b"a", ["a"]])
+    def test_no_string(self, name: object) -> None:
+        with pytest.raises(BundleError, match="here: expected a file name"):
+            safe_name(name, "here")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(2**70),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def taken_or_refused(text: str) -> None:
+    """Either a manifest that is written and read without a loss, or BundleError; never anything else."""
+    try:
+        manifest = Manifest.from_json(text)
+    except BundleError:
+        return
+    assert manifest.model.vocab_size > 0
+    assert Manifest.from_json(manifest.to_json()).to_json() == manifest.to_json()
+
+
+class TestFuzz:
+    @given(st.sampled_from([*PATHS, ("source", "x"), ("new",)]), json_values)
+    def test_one_value_replaced(self, path: Keys, value: Any) -> None:
+        taken_or_refused(replaced(path, value))
+
+    @given(st.data())
+    def test_several_changes(self, data: st.DataObject) -> None:
+        manifest = copy.deepcopy(VALID)
+        for _ in range(data.draw(st.integers(1, 4))):
+            path = data.draw(st.sampled_from(list(walk(manifest))))
+            outer = at(manifest, path[:-1])
+            if data.draw(st.booleans()):
+                outer[path[-1]] = data.draw(json_values)
+            else:
+                del outer[path[-1]]
+        taken_or_refused(json.dumps(manifest))
+
+    @given(st.text() | json_values.map(json.dumps))
+    @example("")
+    @example("\ufeff{}")
+    @example("null")
+    @example("[]")
+    def test_anything_else(self, text: str) -> None:
+        refused(text, "manifest")
+
+    @pytest.mark.parametrize("path", [("precision",), ("graphs", "forward", "inputs", 0, "name")], ids=place)
+    def test_nested_too_deep(self, path: Keys) -> None:
+        """Also at a depth that reading JSON bears and printing the value might not."""
+        for depth in (*range(880, 1010), 100_000):
+            refused(replaced(path, "HERE").replace('"HERE"', "[" * depth + "]" * depth), "manifest")
+
+    def test_a_number_of_too_many_digits(self) -> None:
+        refused(replaced(("graphs", "forward", "opset"), "HERE").replace('"HERE"', "9" * 5000), "manifest")

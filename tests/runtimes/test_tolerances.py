@@ -1,0 +1,62 @@
+"""The one table of tolerances: ordered, complete, and the same in the documentation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+from caracal_runtimes.errors import InputError
+from caracal_runtimes.session import PROVIDERS
+from caracal_runtimes.tolerances import PROVIDER_LEVELS, TOLERANCES, Tolerance, tolerance_for
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "tolerances.md"
+
+
+@pytest.mark.parametrize(("level", "precision"), TOLERANCES)
+def test_every_entry_is_found_by_its_name(level: str, precision: str) -> None:
+    assert tolerance_for(level, precision) is TOLERANCES[level, precision]
+
+
+@pytest.mark.parametrize(
+    ("level", "precision"),
+    [("", "float32"), ("strict", ""), ("STRICT", "float32"), ("strict", "int3"), ("float32", "strict")],
+)
+def test_an_unknown_pair_lists_the_known_ones(level: str, precision: str) -> None:
+    with pytest.raises(InputError) as caught:
+        tolerance_for(level, precision)
+    assert f"no level {level!r} for precision {precision!r}" in str(caught.value)
+    assert all(f"{a}/{b}" in str(caught.value) for a, b in TOLERANCES)
+
+
+@pytest.mark.parametrize("limit", TOLERANCES.values(), ids=map(str, TOLERANCES))
+def test_limits_are_small_and_above_zero(limit: Tolerance) -> None:
+    """A float32 carries 6e-8; what allows a hundredth proves nothing."""
+    assert all(0 < value < 0.01 for value in astuple(limit))
+    assert limit.relative_l2 > 2**-24
+    assert limit.atol >= limit.relative_l2
+
+
+def test_close_is_looser_than_strict_everywhere() -> None:
+    for precision in {precision for _, precision in TOLERANCES}:
+        strict, close = TOLERANCES["strict", precision], TOLERANCES["close", precision]
+        assert all(a < b for a, b in zip(astuple(strict), astuple(close), strict=True))
+
+
+def test_the_cpu_is_held_to_strict() -> None:
+    assert PROVIDER_LEVELS["cpu"] == "strict"
+
+
+def test_levels_of_providers_exist() -> None:
+    assert PROVIDER_LEVELS.keys() <= PROVIDERS.keys()
+    assert all((level, "float32") in TOLERANCES for level in PROVIDER_LEVELS.values())
+
+
+def test_the_documentation_has_the_same_table() -> None:
+    found = {}
+    for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and re.fullmatch(r"\d[\d.e-]*", cells[2]):
+            found[cells[0], cells[1]] = Tolerance(*map(float, cells[2:]))
+    assert found == TOLERANCES
