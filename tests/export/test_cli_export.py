@@ -181,8 +181,10 @@ def test_a_mismatch_is_exit_code_1(
     bundle: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    file = bundle("matmul") / "forward.onnx"
+
     def wrong_scale(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
-        graph = ir.load(bundle(mixing) / "forward.onnx")
+        graph = ir.load(file)
         scale = 8**-0.5  # of the queries, heads are 8 wide
         hits = [node for node in graph.graph if node.attributes.get_float("value_float", 0.0) == pytest.approx(scale)]
         assert len(hits) == 1
@@ -223,7 +225,8 @@ def test_no_verify_claims_nothing(
     bundle: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exporter, "trace_forward", lambda *_: ir.load(bundle("matmul") / "forward.onnx"))
+    file = bundle("matmul") / "forward.onnx"
+    monkeypatch.setattr(exporter, "trace_forward", lambda *_: ir.load(file))
     ran = caracal("export", checkpoint, "-o", tmp_path / "out", "--no-verify")
     assert ran.code == 0
     assert ran.out.splitlines()[-1].startswith("NOT RUN  verification")
@@ -238,6 +241,7 @@ def test_dft_at_the_last_opset_passes(caracal: Callable[..., Ran], checkpoint: P
     assert (spec.opset, spec.mixing, spec.operators["DFT"]) == (23, "dft", 6)
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_same_bundle(
     checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path]
 ) -> None:

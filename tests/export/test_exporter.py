@@ -39,10 +39,12 @@ FILES = {"README.md", "forward.onnx", "golden.safetensors", "tokenizer.json", "w
 
 @pytest.fixture
 def traced_before(monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path]) -> None:
-    """Exports of `checkpoint` take the graph from its bundle: all but the tracing, in a tenth of the time."""
+    """`matmul` exports of `checkpoint` take the graph from its bundle: all but the tracing, in a tenth of the time."""
+    file = bundle("matmul") / "forward.onnx"  # exported before the patch
 
     def trace(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
-        return retarget(ir.load(bundle(mixing) / "forward.onnx"), opset)
+        assert mixing == "matmul"
+        return retarget(ir.load(file), opset)
 
     monkeypatch.setattr(exporter, "trace_forward", trace)
 
@@ -193,6 +195,8 @@ def test_progress_reaches_the_end(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_slightly_wrong_lowering_is_not_written(
     checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    names = {case.name for case in Bundle.open(bundle("matmul")).manifest.golden.cases}
+
     def off_by_a_thousandth(v: Any, g: Any) -> Any:
         return op.Mul(lowerings.causal_conv_matmul(v, g), op.Constant(value_float=1.001))
 
@@ -204,7 +208,7 @@ def test_a_slightly_wrong_lowering_is_not_written(
     found = re.search(r"worst relative L2 (\S+) \((\w+)\)  limit 1e-05", verdict)
     assert found, verdict
     assert 1e-5 < float(found[1]) < 1e-2
-    assert found[2] in {case.name for case in Bundle.open(bundle("matmul")).manifest.golden.cases}
+    assert found[2] in names
     assert _names(tmp_path) == set()
 
 

@@ -25,7 +25,7 @@ WINDOW = 8
 
 # Together they take every choice of the configuration with every other one's neighbours; the full product would be hours.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gelu, untied, no bias, norm before conv, kernel 5, one head": (
+    "gelu, untied, no bias, norm before conv, kernel 5, one head, large epsilon": (
         "matmul",
         {
             "hidden_act": "gelu",
@@ -34,6 +34,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_before_conv": True,
             "conv_kernel": 5,
             "num_attention_heads": 1,
+            "layer_norm_eps": 0.05,
         },
     ),
     "gelu, biases, norm before conv, kernel 2, a head per channel, window 1": (

@@ -250,6 +250,7 @@ def test_no_node_is_computed_twice_from_lengths(graph: onnx.GraphProto) -> None:
     assert [key for key, count in counts.items() if count > 1] == []
 
 
+@pytest.mark.slow
 def test_all_layers_share_the_tables(
     graph: onnx.GraphProto, mixing: str, random_model: Callable[..., CaracalModel]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from caracal_runtimes.bundle import Bundle, sha256_of
 from caracal_runtimes.errors import BundleError, InputError
 from caracal_runtimes.model import CausalLM
 
+posix = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
 FILES = ("README.md", "forward.onnx", "golden.safetensors", "tokenizer.json", "weights.safetensors")
 
 
@@ -76,6 +78,7 @@ class TestAltered:
         refused(copy.path, "manifest")
 
 
+@posix
 class TestLinks:
     """A link can lead out of the bundle, and to other contents after the check."""
 
@@ -122,6 +125,7 @@ def point_weights_to(copy: Any, location: str) -> None:
     copy.rehash()
 
 
+@posix
 class TestExternalData:
     def test_the_rewriting_alone_breaks_nothing(self, copy: Any, model: CausalLM) -> None:
         point_weights_to(copy, "weights.safetensors")
@@ -166,9 +170,7 @@ class TestWhereItLies:
     def logits(self, model: CausalLM) -> Any:
         return model.forward([[0, 5, 7]])
 
-    @pytest.mark.parametrize(
-        "name", ["moved", "with blanks  in it", "ünïcode 日本 😀", "a'b\"c", "%s{x}$HOME", "-x", "~"]
-    )
+    @pytest.mark.parametrize("name", ["moved", "with blanks  in it", "ünïcode 日本 😀", "a'b", "%s{x}$HOME", "-x", "~"])
     def test_moved_and_renamed(self, copy: Any, tmp_path: Path, logits: Any, name: str) -> None:
         (tmp_path / "elsewhere").mkdir()
         copy.path.rename(tmp_path / "elsewhere" / name)

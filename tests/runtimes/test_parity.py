@@ -81,10 +81,12 @@ class TestGood:
         assert [done for _, done, _ in seen] == list(range(len(seen)))
         assert {total for _, _, total in seen} == {len(seen) - 1}
 
-    @pytest.mark.parametrize("arguments", [{"ep": "cuda"}, {"ep": ""}, {"level": "exact"}, {"threads": -1}])
+    @pytest.mark.parametrize(
+        "arguments", [{"ep": "cuda"}, {"ep": ""}, {"level": "exact"}, {"level": ""}, {"threads": -1}]
+    )
     def test_bad_usage(self, exported: Any, arguments: Any) -> None:
         """Not the machine's fault, so that it is an error and no report."""
-        with pytest.raises(InputError, match=f"{arguments.get('level', '--')}"):
+        with pytest.raises(InputError, match="level" if "level" in arguments else "--"):
             run_parity(Bundle.open(exported.bundle), **{"threads": 1, **arguments})
 
 
@@ -353,6 +355,12 @@ class TestNotRun:
         report = replace(run_parity(Bundle.open(exported.bundle), threads=1), providers=())
         assert (report.verdict, report.exit_code) == ("NOT RUN", 3)
 
+    def test_a_provider_without_a_single_case(self, exported: Any) -> None:
+        (provider,) = run_parity(Bundle.open(exported.bundle), threads=1).providers
+        assert provider.greedy[0].verdict == "PASSED"
+        assert replace(provider, cases=()).verdict == "NOT RUN"
+        assert replace(provider, cases=(), greedy=()).verdict == "NOT RUN"
+
     def test_one_of_two_providers(self, exported: Any) -> None:
         report = run_parity(Bundle.open(exported.bundle), threads=1)
         (good,) = report.providers
@@ -402,9 +410,7 @@ class TestReport:
         copy.weight("norm.bias")[0] += 1
         copy.rehash()
         table = parity_table(run_parity(copy.open(), threads=1))
-        assert re.search(
-            r"^one: relative L2 \S+ > 1e-05; 320 of 320 values|^one: relative L2 \S+ > 1e-05;", table, re.M
-        )
+        assert re.search(r"^one: relative L2 \S+ > 1e-05; \d+ of 320 values", table, re.M)
         assert re.search(r"^nodes: \d+ on CPUExecutionProvider; 1 thread\(s\); level strict$", table, re.M)
 
     def test_a_series_of_passed_cases_is_shown_by_its_worst(self, exported: Any) -> None:

@@ -146,6 +146,11 @@ class TestFigures:
         assert result.perplexity == pytest.approx(8)
         assert (result.bits_per_token, result.bits_per_byte) == (pytest.approx(3), pytest.approx(2))
 
+    def test_a_text_that_the_model_holds_for_impossible(self) -> None:
+        """e^1000 is more than a double holds."""
+        result = Score(tokens=1, windows=1, context=8, text_bytes=1, nats=1000.0)
+        assert (result.perplexity, result.bits_per_token) == (math.inf, pytest.approx(1000 / math.log(2)))
+
 
 class TestBadInput:
     @pytest.mark.parametrize("context", [1, 0, -5, 2.0, True, "8", None])
