@@ -17,10 +17,11 @@ import onnx_ir as ir
 import safetensors.numpy
 import torch
 from caracal_runtimes.bundle import Bundle, sha256_of
-from caracal_runtimes.errors import InputError
+from caracal_runtimes.errors import InputError, NotRunError
 from caracal_runtimes.manifest import MANIFEST_FILE, FileEntry, Golden, GraphSpec, Manifest, TensorSpec
 from caracal_runtimes.parity import ParityReport, run_parity
-from caracal_runtimes.report import parity_table
+from caracal_runtimes.report import verdict_line
+from caracal_runtimes.session import check_threads
 from safetensors import SafetensorError
 
 from caracal import CaracalConfig, CaracalModel
@@ -79,6 +80,7 @@ def export_checkpoint(
         raise InputError(f"--mixing must be one of {', '.join(MIXINGS)}, found {mixing!r}")
     if opset not in OPSETS:
         raise InputError(f"--opset must be from {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
+    check_threads(threads)
     source, target = checkpoint_folder(checkpoint), Path(output)
     check_target(target, overwrite=overwrite)
     report = progress or (lambda what, done, total: None)
@@ -151,10 +153,13 @@ def _verify(model: CaracalModel, stage: Path, threads: int, report: Progress) ->
         threads=threads,
         progress=lambda what, done, total: report(f"verifying: {what}", done, total),
     )
-    if found.verdict != "PASSED":
+    line = verdict_line(found, found.providers[0])
+    if found.verdict == "FAILED":
         raise VerificationError(
-            f"export: the bundle does not compute what the checkpoint does; not written\n{parity_table(found)}"
+            f"export: the bundle does not compute what the checkpoint does, nothing was written: {line}", found
         )
+    if found.verdict == "NOT RUN":
+        raise NotRunError(f"export: the bundle could not be verified, nothing was written (--no-verify skips): {line}")
     return found
 
 

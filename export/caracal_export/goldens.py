@@ -137,8 +137,8 @@ def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
     if not all(np.isfinite(row).all() for row in logits):
         where = first_not_finite(model, torch.from_numpy(ids))
         raise InputError(
-            f"export: the checkpoint itself computes NaN or infinite values, first in {where} (golden {plan.name}); there "
-            f"is nothing to be equal to, look at that layer's weights"
+            f"export: the checkpoint itself computes NaN or infinite values, first seen in the output of {where} (golden "
+            f"{plan.name}); there is nothing to be equal to, look at that layer's weights and those before it"
         )
     recorded.tensors[f"{plan.name}/input_ids"] = ids
     recorded.tensors[f"{plan.name}/lengths"] = np.asarray([len(r) for r in plan.rows], dtype=np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -22,6 +23,18 @@ def clean(model: ir.Model) -> None:
     common.TopologicalSortPass()(model)
     name_by_scope(model)
     drop_tracing_metadata(model)
+
+
+def settle_after_conversion(model: ir.Model) -> None:
+    """Merges and names what ONNX's version converter added (one unnamed constant per DFT), in place."""
+    common.CommonSubexpressionEliminationPass(size_limit=_CONSTANT_LIMIT)(model)
+    added: Counter[str] = Counter()
+    for node in model.graph:
+        if node.name:
+            continue
+        base = f"{_SHARED}/Converted{node.op_type}"
+        added[base] += 1
+        _rename(node, base if added[base] == 1 else f"{base}_{added[base]}", fixed=frozenset())
 
 
 def read_lengths_from_inputs(model: ir.Model) -> None:
@@ -69,10 +82,15 @@ def name_by_scope(model: ir.Model) -> None:
         scope = _SHARED if from_lengths else _scope(node)
         base = f"{scope}/{node.op_type}" if scope else node.op_type
         counts[base] += 1
-        node.name = base if counts[base] == 1 else f"{base}_{counts[base]}"
-        for index, value in enumerate(node.outputs):
-            if id(value) not in fixed:
-                value.name = node.name if len(node.outputs) == 1 else f"{node.name}:{index}"
+        _rename(node, base if counts[base] == 1 else f"{base}_{counts[base]}", fixed)
+
+
+def _rename(node: ir.Node, name: str, fixed: Collection[int]) -> None:
+    """Names a node and its outputs, except values whose id is in `fixed`."""
+    node.name = name
+    for index, value in enumerate(node.outputs):
+        if id(value) not in fixed:
+            value.name = name if len(node.outputs) == 1 else f"{name}:{index}"
 
 
 def drop_tracing_metadata(model: ir.Model) -> None:

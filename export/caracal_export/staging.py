@@ -45,6 +45,14 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Refuses a target that must not be written. Raises InputError."""
+    try:
+        _check_target(target, overwrite=overwrite)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"export: {str(target)[:60]!r} cannot be used as a folder ({reason})") from None
+
+
+def _check_target(target: Path, *, overwrite: bool) -> None:
     if not str(target).strip() or not target.name:
         raise InputError("export: -o must name the bundle's folder, found an empty path")
     parent = target.absolute().parent

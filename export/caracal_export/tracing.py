@@ -19,6 +19,8 @@ from caracal_export.lowerings import translation_table
 
 TRACED_OPSET = 18
 OPSETS = range(17, 24)
+# The oldest IR that may carry an opset: a newer one would keep older runtimes from loading a graph that they can run.
+_IR_VERSIONS = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11}
 
 
 def trace_forward(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
@@ -53,6 +55,7 @@ def trace_forward(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
     traced = program.model
     passes.clean(traced)
     traced.graph.name = "forward"
+    traced.ir_version = _IR_VERSIONS[TRACED_OPSET]
     traced.producer_name, traced.producer_version = "caracal-onnx", None
     return retarget(traced, opset)
 
@@ -81,6 +84,8 @@ def retarget(model: ir.Model, opset: int) -> ir.Model:
     result = ir.from_proto(converted)
     for name, tensor in weights.items():
         result.graph.initializers[name].const_value = tensor
+    passes.settle_after_conversion(result)
+    result.ir_version = _IR_VERSIONS[opset]
     return result
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from caracal_runtimes.safetensors_file import SafetensorsFile
 
 _CHUNK = 1 << 20
+_AGAIN = "copy the bundle again or export it again"
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,29 @@ class Bundle:
             raise BundleError("bundle: the path is empty; expected a folder that `caracal export` wrote")
         folder = Path(path)
         manifest_file = folder / MANIFEST_FILE
-        if not folder.exists():
+        try:
+            exists = folder.exists()
+        except (OSError, ValueError) as error:
+            raise BundleError(f"bundle: {str(path)[:60]!r} is no path ({error})") from None
+        if not exists:
             raise BundleError(f"bundle: nothing at {folder}; expected a folder that `caracal export` wrote")
         if not folder.is_dir() or not manifest_file.is_file():
             hint = ""
             if folder.is_dir() and (folder / "config.json").exists():
                 hint = f"; it looks like a checkpoint, run `caracal export {folder} -o BUNDLE` first"
             raise BundleError(f"bundle: {folder} is no bundle, it has no {MANIFEST_FILE}{hint}")
+        if manifest_file.is_symlink():
+            raise BundleError(f"bundle: {MANIFEST_FILE} is a link, which a bundle must not contain; {_AGAIN}")
         try:
             text = manifest_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BundleError(f"bundle: {manifest_file} cannot be read ({error})") from None
         bundle = cls(folder, Manifest.from_json(text))
         for name, entry in bundle.manifest.files.items():
-            bundle._check_file(name, entry, check_hashes)
+            try:
+                bundle._check_file(name, entry, check_hashes)
+            except OSError as error:
+                raise BundleError(f"bundle: {name} cannot be read ({error.strerror}); {_AGAIN}") from None
         return bundle
 
     def file(self, name: str) -> Path:
@@ -113,20 +123,19 @@ class Bundle:
 
     def _check_file(self, name: str, entry: FileEntry, check_hash: bool) -> None:
         path = self.path / name
-        again = "copy the bundle again or export it again"
         # A link may lead anywhere, also inside a folder on the way: every step must stay in the bundle.
         step = self.path
         for part in Path(name).parts:
             step = step / part
             if step.is_symlink():
-                raise BundleError(f"bundle: {name} is a link, which a bundle must not contain; {again}")
+                raise BundleError(f"bundle: {name} is a link, which a bundle must not contain; {_AGAIN}")
         if not path.is_file():
-            raise BundleError(f"bundle: {name} is missing from {self.path}; {again}")
+            raise BundleError(f"bundle: {name} is missing from {self.path}; {_AGAIN}")
         size = path.stat().st_size
         if size != entry.bytes:
-            raise BundleError(f"bundle: {name} has {size:,} bytes, the manifest says {entry.bytes:,}; {again}")
+            raise BundleError(f"bundle: {name} has {size:,} bytes, the manifest says {entry.bytes:,}; {_AGAIN}")
         if check_hash and sha256_of(path) != entry.sha256:
-            raise BundleError(f"bundle: {name} was altered, its sha256 is not the manifest's; {again}")
+            raise BundleError(f"bundle: {name} was altered, its sha256 is not the manifest's; {_AGAIN}")
 
 
 def sha256_of(path: Path) -> str:

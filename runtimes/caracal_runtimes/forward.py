@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +106,18 @@ def _integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     if array.dtype.kind not in "iu":
         raise InputError(f"{name}: expected integers, found {array.dtype}")
     return array.astype(np.int64, copy=False)
+
+
+def token_ids(name: str, values: Any) -> list[int]:
+    """An iterable of ids as a list of Python integers, converting nothing. Raises InputError.
+
+    A float, a boolean, a string of digits or bytes would all turn into some id; none of them is one.
+    """
+    if isinstance(values, (str, bytes, bytearray, Mapping)) or not isinstance(values, Iterable):
+        raise InputError(f"{name}: expected token ids, found {values!r:.40}")
+    ids: list[int] = []
+    for value in values:
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            raise InputError(f"{name}: ids must be integers, found {value!r:.40}")
+        ids.append(int(value))
+    return ids

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from caracal_runtimes.decoding import Recompute
 from caracal_runtimes.errors import InputError
-from caracal_runtimes.forward import ForwardPass
+from caracal_runtimes.forward import ForwardPass, token_ids
 from caracal_runtimes.limits import check_forward
 from caracal_runtimes.sampling import Generator, SamplingOptions, next_token
 from caracal_runtimes.text import StopMatcher, TextStream
@@ -74,8 +76,9 @@ def generate(
     _check_ids("logit_bias", options.logit_bias, vocab_size)
     if stop_ids is None:
         stop_ids = () if model.spec.eos_token_id is None else (model.spec.eos_token_id,)
-    ends = frozenset(stop_ids)
-    _check_ids("stop_ids", ends, vocab_size)
+    stops = token_ids("stop_ids", stop_ids)
+    _check_ids("stop_ids", stops, vocab_size)
+    ends = frozenset(stops)
     # Fail before the first token rather than after a thousand.
     check_forward(model.spec, len(rows), max(map(len, rows)) + max_new_tokens, 1)
 
@@ -154,9 +157,13 @@ class _Row:
 
 
 def _encode(tokenizer: Tokenizer | None, prompts: Any, vocab_size: int) -> list[list[int]]:
-    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str) or (
+        isinstance(prompts, (list, tuple)) and isinstance(next(iter(prompts), None), (int, np.integer))
+    ):
         prompts = [prompts]
-    if not isinstance(prompts, Sequence) or not prompts:
+    if not isinstance(prompts, (list, tuple)) or not prompts:
         raise InputError("prompt: expected a text or token ids, found none")
     rows: list[list[int]] = []
     for prompt in prompts:
@@ -165,9 +172,13 @@ def _encode(tokenizer: Tokenizer | None, prompts: Any, vocab_size: int) -> list[
                 raise InputError("prompt: expected some text, found an empty prompt")
             if tokenizer is None:
                 raise InputError("prompt: a text needs a tokenizer, this bundle has none; pass token ids instead")
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError:
+                raise InputError("prompt: expected text, found bytes that are not UTF-8") from None
             ids = [int(i) for i in tokenizer.encode(prompt).ids]
         else:
-            ids = [int(i) for i in prompt]
+            ids = token_ids("prompt", prompt)
         if not ids:
             raise InputError("prompt: expected at least one token id, found none")
         _check_ids("prompt", ids, vocab_size)

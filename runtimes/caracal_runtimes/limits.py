@@ -42,15 +42,16 @@ def largest_tensors(model: ModelSpec, batch: int, length: int, positions: int) -
 def forward_bytes(model: ModelSpec, batch: int, length: int, positions: int) -> int:
     """Estimated peak bytes of a float32 forward pass, weights not counted.
 
-    An upper estimate of what is alive at once: scores exist as product, masked sum and softmax; both streams' spectra
-    with their product; the feed-forward's two branches; the logits with the copy that is handed out.
+    An upper estimate: scores exist as product, masked sum and softmax; both streams' spectra with their product; the
+    feed-forward's branches; the logits with the copy that is handed out. The layers' parts are added although they do
+    not run at the same time, because the runtime's arena keeps what one kind of layer asked for.
     """
     sizes = largest_tensors(model, batch, length, positions)
     residual = 6 * batch * length * model.hidden_size
     mixing = 7 * sizes["spectrum [B, 2L, D]"] + 3 * sizes["transform tables"]
     attention = 3 * sizes["attention scores [B, H, L, 2W]"]
     feed_forward = 4 * sizes["feed-forward [B, L, F]"]
-    return _FLOAT * (residual + max(mixing, attention, feed_forward) + 2 * sizes["logits [B, P, V]"])
+    return _FLOAT * (residual + mixing + attention + feed_forward + 2 * sizes["logits [B, P, V]"])
 
 
 def check_forward(model: ModelSpec, batch: int, length: int, positions: int) -> None:
@@ -99,6 +100,11 @@ def _cgroup_available() -> int | None:
     try:
         root = Path("/sys/fs/cgroup")
         limit = (root / "memory.max").read_text().strip()
-        return None if limit == "max" else max(0, int(limit) - int((root / "memory.current").read_text()))
+        if limit == "max":
+            return None
+        # Cached file pages count as used, but give way.
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        used = int((root / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
+        return max(0, int(limit) - used)
     except (OSError, ValueError):
         return None

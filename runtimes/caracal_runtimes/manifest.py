@@ -126,7 +126,7 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """Parses and checks the text of a `manifest.json`. Raises BundleError."""
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             raise BundleError(f"manifest.json is not valid JSON ({error}); export the bundle again") from None
         top = _Reader(data, "manifest")
@@ -174,6 +174,16 @@ def safe_name(name: object, where: str) -> str:
     if unsafe or ".." in posix.parts or str(posix) != name or name == ".":
         raise BundleError(f"{where}: {name!r} is not a plain path inside the bundle; refused")
     return name
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without repeated keys: two readers that keep different ones would check different hashes."""
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise BundleError(f"manifest.json has the key {key!r:.60} twice; export the bundle again")
+        data[key] = value
+    return data
 
 
 class _Reader:
@@ -268,6 +278,9 @@ def _parse_model(config: Mapping[str, Any]) -> ModelSpec:
         )
     }
     tokens = {key: None if config.get(key) is None else entry.size(key) for key in ("bos_token_id", "eos_token_id")}
+    for key, token in tokens.items():
+        if token is not None and token >= sizes["vocab_size"]:
+            raise BundleError(f"manifest.config.{key} must be below vocab_size = {sizes['vocab_size']}, found {token}")
     return ModelSpec(**sizes, **tokens)  # type: ignore[arg-type]
 
 

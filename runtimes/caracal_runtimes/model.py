@@ -58,7 +58,8 @@ class CausalLM(ForwardPass):
         on_token: Callable[[int, int, float], None] | None = None,
     ) -> list[Generated]:
         """Continues one or several prompts. See `caracal_runtimes.generation.generate`."""
-        needs_text = bool(stop) or isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts)
+        texts = prompts if isinstance(prompts, (list, tuple)) else (prompts,)
+        needs_text = bool(stop) or any(isinstance(text, str) for text in texts)
         return generate(
             self,
             self.tokenizer if needs_text or self.has_tokenizer else None,

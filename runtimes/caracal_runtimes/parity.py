@@ -22,7 +22,7 @@ from caracal_runtimes.manifest import GoldenCase, GoldenGreedy
 from caracal_runtimes.metrics import Metrics, compare_logits
 from caracal_runtimes.model import CausalLM
 from caracal_runtimes.sampling import SamplingOptions
-from caracal_runtimes.session import PROVIDERS, Placement, import_onnxruntime
+from caracal_runtimes.session import PROVIDERS, Placement, check_threads, import_onnxruntime, provider_name
 from caracal_runtimes.tolerances import Tolerance
 
 Verdict = Literal["PASSED", "FAILED", "NOT RUN"]
@@ -67,12 +67,13 @@ class ProviderReport:
     cases: tuple[CaseResult, ...] = ()
     greedy: tuple[GreedyResult, ...] = ()
     reason: str = ""
+    misplaced: bool = False
 
     @property
     def verdict(self) -> Verdict:
-        """FAILED if anything failed; NOT RUN if not everything ran or nothing was compared; else PASSED."""
+        """FAILED if anything failed or ran elsewhere; NOT RUN if something did not run or nothing was compared."""
         results: list[CaseResult | GreedyResult] = [*self.cases, *self.greedy]
-        if any(result.verdict == "FAILED" for result in results):
+        if self.misplaced or any(result.verdict == "FAILED" for result in results):
             return "FAILED"
         if self.reason or not self.cases or any(result.verdict == "NOT RUN" for result in results):
             return "NOT RUN"
@@ -149,12 +150,11 @@ def run_parity(
     Raises:
         InputError: an unknown provider or level. Everything that goes wrong while running is in the report instead.
     """
-    from caracal_runtimes.session import provider_name
-
     provider_name(ep)
+    check_threads(threads)
     ep = ep.strip().lower()
     precision = bundle.manifest.precision
-    level = level or tolerances.PROVIDER_LEVELS.get(ep, "strict")
+    level = tolerances.PROVIDER_LEVELS.get(ep, "strict") if level is None else level
     limit = tolerances.tolerance_for(level, precision)
     return ParityReport(
         bundle=str(bundle.path),
@@ -209,9 +209,13 @@ def _run_provider(
         progress("done", done, total)
     reason = "" if cases else "the bundle has no golden forward pass to compare with; export it again"
     elsewhere = {name: count for name, count in placement.nodes.items() if name != PROVIDERS[ep]}
-    if elsewhere:
-        reason = f"asked for {ep}, but nodes ran elsewhere: " + ", ".join(f"{n} on {p}" for p, n in elsewhere.items())
-    return ProviderReport(ep, model.threads, level, limit, placement, tuple(cases), tuple(greedy), reason)
+    misplaced = ""
+    if elsewhere or not placement.nodes:
+        where = ", ".join(f"{count} on {name}" for name, count in elsewhere.items()) or "none recorded at all"
+        misplaced = f"asked for {ep}, but nodes ran elsewhere: {where}"
+    return ProviderReport(
+        ep, model.threads, level, limit, placement, tuple(cases), tuple(greedy), misplaced or reason, bool(misplaced)
+    )
 
 
 def _run_case(bundle: Bundle, model: CausalLM, case: GoldenCase, limit: Tolerance) -> CaseResult:
@@ -237,7 +241,7 @@ def _run_case(bundle: Bundle, model: CausalLM, case: GoldenCase, limit: Toleranc
         if case.columns:
             got = got[..., np.asarray(tensors.tensor(f"{case.name}/columns"))]
         metrics = compare_logits(got, ref, limit, whole_vocabulary=not case.columns)
-    except (RuntimeToolError, MemoryError, ValueError, IndexError) as error:
+    except Exception as error:  # noqa: BLE001
         # A comparison that could not be made is a failure of this case, whatever kept it from being made.
         return result("FAILED", None, f"could not be compared: {error or type(error).__name__}")
     failures = metrics.failures(limit)
@@ -258,12 +262,17 @@ def _run_greedy(bundle: Bundle, model: CausalLM, golden: GoldenGreedy, limit: To
         prompt, expected, margins = (
             np.asarray(tensors.tensor(f"{golden.name}/{key}")) for key in ("prompt", "continuation", "margins")
         )
-        if len(expected) == 0 or len(expected) != len(margins):
-            raise BundleError(f"golden {golden.name}: continuation and margins must have the same length above 0")
+        if prompt.shape != (golden.prompt_length,) or expected.shape != (golden.new_tokens,):
+            raise BundleError(
+                f"the manifest says {golden.prompt_length} and {golden.new_tokens} tokens, found shapes "
+                f"{list(prompt.shape)} and {list(expected.shape)}"
+            )
+        if margins.shape != expected.shape:
+            raise BundleError(f"{len(expected)} tokens have margins of shape {list(margins.shape)}")
         (generated,) = model.generate(
             prompt.tolist(), max_new_tokens=len(expected), options=SamplingOptions(temperature=0), stop_ids=()
         )
-    except (RuntimeToolError, MemoryError, ValueError, IndexError) as error:
+    except Exception as error:  # noqa: BLE001
         return result("FAILED", 0, f"could not be compared: {error or type(error).__name__}")
     got = np.asarray(generated.ids)
     differs = (

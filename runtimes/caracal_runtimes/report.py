@@ -8,11 +8,11 @@ from caracal_runtimes.parity import CaseResult, GreedyResult, ParityReport, Prov
 
 
 def parity_table(report: ParityReport) -> str:
-    """The report as text: verdict lines first, then one line per comparison, then placement and environment."""
-    blocks = [verdict_line(report, provider) for provider in report.providers]
+    """The report as text: for each provider a line per comparison and the placement, then the verdict lines."""
+    blocks = []
     for provider in report.providers:
-        blocks += ["", *_provider_lines(provider)]
-    return "\n".join(blocks)
+        blocks += [*_provider_lines(provider), ""]
+    return "\n".join([*blocks, *(verdict_line(report, provider) for provider in report.providers)])
 
 
 def verdict_line(report: ParityReport, provider: ProviderReport) -> str:

@@ -60,7 +60,10 @@ class SafetensorsFile:
                 size = int.from_bytes(prefix, "little")
                 if len(prefix) < 8 or size > _MAX_HEADER:
                     raise BundleError(f"{path.name} is not a safetensors file: no header of a sensible length")
-                header = json.loads(file.read(size).decode("utf-8"))
+                raw = file.read(size)
+                if len(raw) != size:
+                    raise BundleError(f"{path.name} is not a safetensors file: its header is cut short")
+                header = json.loads(raw.decode("utf-8"))
                 file.seek(0, 2)
                 data_bytes = file.tell() - 8 - size
         except OSError as error:
@@ -71,6 +74,7 @@ class SafetensorsFile:
             raise BundleError(f"{path.name} is not a safetensors file: its header is no JSON object")
         metadata = header.pop("__metadata__", None) or {}
         entries = {name: _entry(path.name, name, value, 8 + size, data_bytes) for name, value in header.items()}
+        _check_gapless(path.name, entries, 8 + size, data_bytes)
         return cls(path, entries, {str(k): str(v) for k, v in metadata.items()} if isinstance(metadata, dict) else {})
 
     def tensor(self, name: str) -> NDArray[Any]:
@@ -78,15 +82,15 @@ class SafetensorsFile:
         entry = self.entries.get(name)
         if entry is None:
             raise BundleError(f"{self.path.name} has no tensor {name!r}")
-        if entry.bytes == 0:
-            return np.empty(entry.shape, dtype="<f4" if entry.dtype == _BFLOAT16 else _DTYPES[entry.dtype])
         stored = "<u2" if entry.dtype == _BFLOAT16 else _DTYPES[entry.dtype]
         try:
+            if entry.bytes == 0:
+                return np.empty(entry.shape, dtype="<f4" if entry.dtype == _BFLOAT16 else _DTYPES[entry.dtype])
             array: NDArray[Any] = np.memmap(self.path, dtype=stored, mode="r", offset=entry.offset, shape=entry.shape)
         except (OSError, ValueError) as error:
             raise BundleError(f"{self.path} cannot be read ({error})") from None
         if entry.dtype == _BFLOAT16:
-            return (array.astype("<u4") << 16).view("<f4")
+            return (np.asarray(array, "<u4").reshape(-1) << 16).view("<f4").reshape(entry.shape)
         return array
 
 
@@ -97,7 +101,7 @@ def _entry(file: str, name: str, value: object, start: int, data_bytes: int) -> 
     dtype: Any = value.get("dtype")
     shape: Any = value.get("shape")
     offsets: Any = value.get("data_offsets")
-    if dtype != _BFLOAT16 and dtype not in _DTYPES:
+    if not isinstance(dtype, str) or (dtype != _BFLOAT16 and dtype not in _DTYPES):
         raise BundleError(f"{wrong} has a dtype that is not supported: {dtype!r:.40}")
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise BundleError(f"{wrong} has no valid shape and data_offsets")
@@ -106,6 +110,17 @@ def _entry(file: str, name: str, value: object, start: int, data_bytes: int) -> 
     if not begin <= end <= data_bytes or end - begin != math.prod(shape) * width:
         raise BundleError(f"{wrong} points outside the file or does not match its shape; the file may be cut short")
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
+
+
+def _check_gapless(file: str, entries: dict[str, TensorEntry], start: int, data_bytes: int) -> None:
+    """The format wants the data covered exactly once: no overlap, no hole, nothing after the last tensor."""
+    place = start
+    for entry in sorted(entries.values(), key=lambda e: (e.offset, e.bytes)):
+        if entry.offset != place:
+            raise BundleError(f"{file} is not a whole safetensors file: tensors overlap or leave a hole")
+        place += entry.bytes
+    if place != start + data_bytes:
+        raise BundleError(f"{file} is not a whole safetensors file: there is data after the last tensor")
 
 
 def _sizes(value: Any) -> bool:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from caracal_runtimes.errors import InputError
-from caracal_runtimes.forward import ForwardPass
+from caracal_runtimes.errors import InputError, NumericError
+from caracal_runtimes.forward import ForwardPass, token_ids
 from caracal_runtimes.metrics import log_softmax
 
 if TYPE_CHECKING:
@@ -37,8 +37,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Exp of the mean negative log-likelihood per token."""
-        return math.exp(self.nats / self.tokens)
+        """Exp of the mean negative log-likelihood per token; infinite where that has no float."""
+        try:
+            return math.exp(self.nats / self.tokens)
+        except OverflowError:
+            return math.inf
 
     @property
     def bits_per_token(self) -> float:
@@ -73,18 +76,24 @@ def score(
 
     Raises:
         InputError: an empty text, ids outside the vocabulary, or a bad context.
+        NumericError: the model's logits are not finite.
     """
     if isinstance(context, bool) or not isinstance(context, int) or context < 2:
         raise InputError(f"--context must be an integer of at least 2, found {context!r}")
     text_bytes = None
     bos = model.spec.bos_token_id
     if isinstance(text, str):
-        text_bytes = len(text.encode("utf-8"))
+        try:
+            text_bytes = len(text.encode("utf-8"))
+        except UnicodeEncodeError:
+            raise InputError("score: expected text, found characters that UTF-8 cannot write") from None
         if tokenizer is None:
             raise InputError("score: a text needs a tokenizer, this bundle has none; score token ids instead")
         ids = tokenizer.encode(text).ids
     else:
-        ids = [int(i) for i in text]
+        ids = token_ids("score", text)
+        if bad := [i for i in ids if not 0 <= i < model.spec.vocab_size]:
+            raise InputError(f"score: ids must be from 0 to {model.spec.vocab_size - 1}, found {bad[0]}")
         if bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
     if len(ids) < 2:
@@ -95,7 +104,7 @@ def score(
     nats, windows, end = 0.0, 0, scored_from
     while end < len(body):
         # The window holds `context` tokens: the opening token, half a window that only gives context, and what is new.
-        keep = 0 if windows == 0 else min(end, context // 2)
+        keep = 0 if windows == 0 else min(end, context // 2, context - len(opening) - 1)
         begin = end - keep if windows else 0
         stop = min(len(body), begin + context - len(opening))
         row = np.asarray([*opening, *body[begin:stop]], dtype=np.int64)
@@ -103,6 +112,8 @@ def score(
         first = len(opening) + (end - begin)
         positions = np.arange(first - 1, len(row) - 1, dtype=np.int64)
         logits = model.forward(row[None], positions[None])[0]
+        if not np.isfinite(logits).all():
+            raise NumericError("score: the model's logits are NaN or infinite; look at the bundle with caracal parity")
         nats -= _target_logprobs(logits, row[first:])
         windows += 1
         end = stop

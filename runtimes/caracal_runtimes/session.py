@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 #: Names that `--ep` takes, and ONNX Runtime's own name for each.
 PROVIDERS = {"cpu": "CPUExecutionProvider"}
+_MAX_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ def provider_name(ep: str) -> str:
     if name is None:
         raise InputError(f"--ep must be one of {', '.join(PROVIDERS)}, found {ep!r}")
     return name
+
+
+def check_threads(threads: object) -> None:
+    """Refuses a number of threads that cannot be meant. Raises InputError."""
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= _MAX_THREADS:
+        raise InputError(f"--threads must be an integer from 0 to {_MAX_THREADS}, found {threads!r}")
 
 
 def default_threads() -> int:
@@ -65,8 +72,7 @@ class Session:
         ort = import_onnxruntime()
         self.ep = ep.strip().lower()
         name = provider_name(ep)
-        if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= 4096:
-            raise InputError(f"--threads must be an integer from 0 to 4096, found {threads!r}")
+        check_threads(threads)
         if ep_options:
             raise InputError(f"--ep-option: the provider {self.ep} takes none, found {', '.join(map(str, ep_options))}")
         if name not in ort.get_available_providers():

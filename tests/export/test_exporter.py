@@ -497,13 +497,16 @@ def _kill(target: Path, when: str) -> None:
     assert done.returncode == -9, done.stderr
 
 
+@pytest.mark.parametrize("name", ["out", "o[u]t *?"])
 @pytest.mark.usefixtures("traced_before")
-def test_a_killed_export_leaves_no_target_and_the_next_one_cleans_up(checkpoint: Path, tmp_path: Path) -> None:
-    _kill(tmp_path / "out", "inside")
+def test_a_killed_export_leaves_no_target_and_the_next_one_cleans_up(
+    checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    _kill(tmp_path / name, "inside")
     (leftover,) = tmp_path.iterdir()
-    assert leftover.name.startswith(".out.partial-")
-    export_checkpoint(checkpoint, tmp_path / "out", threads=1)
-    assert _names(tmp_path) == {"out"}
+    assert leftover.name.startswith(f".{name}.partial-")
+    export_checkpoint(checkpoint, tmp_path / name, verify=False)
+    assert _names(tmp_path) == {name}
 
 
 def test_a_kill_between_the_renames_loses_no_bundle(tmp_path: Path, bundle: Callable[[str], Path]) -> None:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     for mixing, result in exported.items():
         assert result.report is not None
         print(f"== {mixing}: {result.path}, {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB\n")
-        print(parity_table(result.report).partition("\n\n")[2] + "\n")
+        print(parity_table(result.report) + "\n")
         verdicts += [verdict_line(result.report, provider) for provider in result.report.providers]
 
     models = {mixing: Bundle.open(result.path).model(threads=args.threads) for mixing, result in exported.items()}

@@ -32,27 +32,30 @@ def run(args: argparse.Namespace) -> int:
     from caracal_export.cli.require import require_export_packages
 
     require_export_packages()
-    from caracal_runtimes.report import parity_table, verdict_line
+    from caracal_runtimes.report import parity_table
 
+    from caracal_export.errors import VerificationError
     from caracal_export.exporter import export_checkpoint
 
-    with ProgressLine() as progress:
-        exported = export_checkpoint(
-            args.checkpoint,
-            args.output,
-            mixing=args.mixing,
-            opset=args.opset,
-            overwrite=args.overwrite,
-            verify=not args.no_verify,
-            threads=args.threads,
-            progress=progress,
-        )
+    try:
+        with ProgressLine() as progress:
+            exported = export_checkpoint(
+                args.checkpoint,
+                args.output,
+                mixing=args.mixing,
+                opset=args.opset,
+                overwrite=args.overwrite,
+                verify=not args.no_verify,
+                threads=args.threads,
+                progress=progress,
+            )
+    except VerificationError as error:
+        if error.report is not None:
+            print(parity_table(error.report))
+        raise
     print(f"{exported.path}: {exported.parameters:,} parameters, {exported.bytes / 1e6:.1f} MB")
     if exported.report is None:
         print(f"NOT RUN  verification  skipped by --no-verify; run: caracal parity {exported.path}")
-        return 0
-    print(parity_table(exported.report))
-    print()
-    for provider in exported.report.providers:
-        print(verdict_line(exported.report, provider))
+    else:
+        print(parity_table(exported.report))
     return 0

@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from types import FrameType, ModuleType
 
 GROUP = "caracal.commands"
@@ -27,6 +28,8 @@ _ORDER = ("demo", "export", "info", "generate", "score", "parity")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (the process's own when None) and returns the exit code."""
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - it is the standard output from here on
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character must not end a generation
             stream.reconfigure(errors="replace")

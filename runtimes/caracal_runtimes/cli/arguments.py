@@ -58,8 +58,8 @@ def parse_ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     if not words:
         raise InputError("--ids: expected at least one token id, found none")
-    try:
-        return [int(word) for word in words]
-    except ValueError:
-        bad = next(word for word in words if not word.lstrip("-").isdigit())
-        raise InputError(f"--ids must be integers separated by commas or blanks, found {bad!r:.40}") from None
+    for word in words:
+        digits = word.removeprefix("-")
+        if not (digits.isascii() and digits.isdigit()) or len(digits) > 19:
+            raise InputError(f"--ids must be integers separated by commas or blanks, found {word[:40]!r}")
+    return [int(word) for word in words]

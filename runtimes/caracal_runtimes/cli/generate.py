@@ -102,5 +102,5 @@ def run(args: argparse.Namespace) -> int:
             "ep": model.ep,
             "threads": model.threads,
         }
-        print(json.dumps(result, ensure_ascii=False))
+        print(json.dumps(result))
     return 0

@@ -30,10 +30,12 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     from caracal_runtimes.bundle import Bundle
     from caracal_runtimes.parity import run_parity
-    from caracal_runtimes.report import parity_table, verdict_line
+    from caracal_runtimes.report import parity_table
 
-    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
-        raise InputError(f"--json: the folder of {args.json} does not exist")
+    if args.json is not None:
+        target = Path(args.json)
+        if not args.json or target.is_dir() or not target.absolute().parent.is_dir():
+            raise InputError(f"--json: expected a file in a folder that exists, found {args.json!r}")
     if options := ep_options(args):
         raise InputError(f"--ep-option: the provider {args.ep} takes none, found {', '.join(options)}")
     bundle = Bundle.open(args.bundle)
@@ -52,7 +54,4 @@ def run(args: argparse.Namespace) -> int:
         print(text)
     else:
         print(parity_table(report))
-        print()
-        for provider in report.providers:
-            print(verdict_line(report, provider))
     return report.exit_code

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, ep_options, parse_ids, read_text
 from caracal_runtimes.cli.progress import ProgressLine
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         result = {
             "bits_per_byte": score.bits_per_byte,
-            "perplexity": score.perplexity,
+            "perplexity": score.perplexity if math.isfinite(score.perplexity) else "inf",
             "bits_per_token": score.bits_per_token,
             "tokens": score.tokens,
             "text_bytes": score.text_bytes,
