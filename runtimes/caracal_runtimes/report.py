@@ -8,11 +8,21 @@ from caracal_runtimes.parity import CaseResult, GreedyResult, ParityReport, Prov
 
 
 def parity_table(report: ParityReport) -> str:
-    """The report as text: for each provider a line per comparison and the placement, then the verdict lines."""
-    blocks = []
+    """The report as text: the verdict lines, then for each provider a line per comparison and the placement."""
+    blocks = [verdict_lines(report)]
     for provider in report.providers:
-        blocks += [*_provider_lines(provider), ""]
-    return "\n".join([*blocks, *(verdict_line(report, provider) for provider in report.providers)])
+        blocks += ["", *_provider_lines(provider)]
+    return "\n".join(blocks)
+
+
+def parity_output(report: ParityReport) -> str:
+    """What a command prints: the table, and the verdicts once more, so that the last line can be pasted."""
+    return f"{parity_table(report)}\n\n{verdict_lines(report)}"
+
+
+def verdict_lines(report: ParityReport) -> str:
+    """One line per provider."""
+    return "\n".join(verdict_line(report, provider) for provider in report.providers)
 
 
 def verdict_line(report: ParityReport, provider: ProviderReport) -> str:

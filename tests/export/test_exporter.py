@@ -204,7 +204,9 @@ def test_a_slightly_wrong_lowering_is_not_written(
     with pytest.raises(VerificationError) as raised:
         export_checkpoint(checkpoint, tmp_path / "out", threads=1)
     assert raised.value.exit_code == 1
-    verdict = next(line for line in str(raised.value).splitlines() if line.startswith("FAILED"))
+    verdict = str(raised.value)
+    assert "FAILED  parity matmul" in verdict
+    assert "\n" not in verdict, "one clear line"
     found = re.search(r"worst relative L2 (\S+) \((\w+)\)  limit 1e-05", verdict)
     assert found, verdict
     assert 1e-5 < float(found[1]) < 1e-2
@@ -296,7 +298,7 @@ def test_a_forward_pass_that_overflows_names_the_first_module(
     altered_checkpoint: Path, tmp_path: Path, module: str
 ) -> None:
     _edit_weight(altered_checkpoint, f"{module}.weight", lambda weight: weight.fill_(3e38))
-    with pytest.raises(InputError, match=rf"NaN or infinite.*first in {re.escape(module)} ") as raised:
+    with pytest.raises(InputError, match=rf"NaN or infinite.*first seen in the output of {re.escape(module)} ") as raised:
         export_checkpoint(altered_checkpoint, tmp_path / "out")
     assert raised.value.exit_code == 2
     assert _names(tmp_path) == set()

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     require_export_packages()
     from caracal_runtimes.bundle import Bundle
-    from caracal_runtimes.report import parity_table, verdict_line
+    from caracal_runtimes.report import parity_table, verdict_lines
     from caracal_runtimes.sampling import SamplingOptions
 
     from caracal_export import demo
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         assert result.report is not None
         print(f"== {mixing}: {result.path}, {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB\n")
         print(parity_table(result.report) + "\n")
-        verdicts += [verdict_line(result.report, provider) for provider in result.report.providers]
+        verdicts.append(verdict_lines(result.report))
 
     models = {mixing: Bundle.open(result.path).model(threads=args.threads) for mixing, result in exported.items()}
     print("== a passage, without PyTorch\n")

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from caracal_export.cli.require import require_export_packages
 
     require_export_packages()
-    from caracal_runtimes.report import parity_table
+    from caracal_runtimes.report import parity_output
 
     from caracal_export.errors import VerificationError
     from caracal_export.exporter import export_checkpoint
@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
             )
     except VerificationError as error:
         if error.report is not None:
-            print(parity_table(error.report))
+            print(parity_output(error.report))
         raise
     print(f"{exported.path}: {exported.parameters:,} parameters, {exported.bytes / 1e6:.1f} MB")
     if exported.report is None:
         print(f"NOT RUN  verification  skipped by --no-verify; run: caracal parity {exported.path}")
     else:
-        print(parity_table(exported.report))
+        print(parity_output(exported.report))
     return 0

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     from caracal_runtimes.bundle import Bundle
     from caracal_runtimes.parity import run_parity
-    from caracal_runtimes.report import parity_table
+    from caracal_runtimes.report import parity_output
 
     if args.json is not None:
         target = Path(args.json)
@@ -53,5 +53,5 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(text)
     else:
-        print(parity_table(report))
+        print(parity_output(report))
     return report.exit_code
