@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from caracal._files import give_usual_mode
 from caracal.config import CaracalConfig
 from caracal.errors import CheckpointError, ConfigError
 from caracal.model import CaracalModel
@@ -208,6 +209,7 @@ def save_checkpoint(model: CaracalModel, path: str | Path, tokenizer_file: str |
         temporary = folder / f".{name}.{os.getpid()}.tmp"
         try:
             writer(temporary)
+            give_usual_mode(temporary)
             temporary.replace(folder / name)
         finally:
             temporary.unlink(missing_ok=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.manifest import MANIFEST_FILE
 
+from caracal._files import give_usual_mode
+
 _PARTIAL, _REPLACED = "partial", "replaced"
 
 
@@ -125,9 +127,7 @@ def _finish(folder: Path) -> None:
 
     Otherwise the rename could survive a crash that the files' contents do not.
     """
-    umask = os.umask(0)
-    os.umask(umask)
     for path in folder.iterdir():
-        path.chmod(0o666 & ~umask)
+        give_usual_mode(path)
         with path.open("rb") as file:
             os.fsync(file.fileno())

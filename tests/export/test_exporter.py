@@ -298,7 +298,9 @@ def test_a_forward_pass_that_overflows_names_the_first_module(
     altered_checkpoint: Path, tmp_path: Path, module: str
 ) -> None:
     _edit_weight(altered_checkpoint, f"{module}.weight", lambda weight: weight.fill_(3e38))
-    with pytest.raises(InputError, match=rf"NaN or infinite.*first seen in the output of {re.escape(module)} ") as raised:
+    with pytest.raises(
+        InputError, match=rf"NaN or infinite.*first seen in the output of {re.escape(module)} "
+    ) as raised:
         export_checkpoint(altered_checkpoint, tmp_path / "out")
     assert raised.value.exit_code == 2
     assert _names(tmp_path) == set()
