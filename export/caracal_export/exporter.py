@@ -12,23 +12,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 import safetensors.numpy
 import torch
-from caracal_runtimes.bundle import Bundle, sha256_of
-from caracal_runtimes.errors import InputError, NotRunError
+from caracal_runtimes.bundle import sha256_of
+from caracal_runtimes.errors import InputError
 from caracal_runtimes.manifest import MANIFEST_FILE, FileEntry, Golden, GraphSpec, Manifest, TensorSpec
-from caracal_runtimes.parity import ParityReport, run_parity
-from caracal_runtimes.report import verdict_line
+from caracal_runtimes.parity import ParityReport
 from caracal_runtimes.session import check_threads
 from safetensors import SafetensorError
 
 from caracal import CaracalConfig, CaracalModel
 from caracal.checkpoint import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, checkpoint_folder, load_checkpoint
-from caracal_export import goldens, weights
+from caracal_export import goldens, verification, weights
 from caracal_export.card import model_card
-from caracal_export.errors import VerificationError
 from caracal_export.lowerings import MIXINGS
 from caracal_export.staging import check_target, staged_folder
 from caracal_export.tracing import OPSETS, TRACED_OPSET, trace_forward
@@ -101,7 +98,7 @@ def export_checkpoint(
             weights.write_weights(graph, stage)
             weights.refer_to_weights(graph, stage)
             ir.save(graph, stage / GRAPH_FILE)
-            check_graph(stage / GRAPH_FILE)
+            verification.check_graph(stage / GRAPH_FILE)
             if tokenizer is not None:
                 shutil.copyfile(tokenizer, stage / TOKENIZER_FILE)
             manifest = Manifest(
@@ -118,7 +115,7 @@ def export_checkpoint(
                 source=_source(source),
             )
             (stage / MANIFEST_FILE).write_text(_with_files(manifest, stage).to_json(), encoding="utf-8")
-            found = _verify(model, stage, threads, report) if verify else None
+            found = verification.verify(model, stage, GRAPH_FILE, threads=threads, progress=report) if verify else None
             card = model_card(
                 model.config, model.num_parameters(), manifest.graphs["forward"], manifest.source["sha256"], found
             )
@@ -129,38 +126,6 @@ def export_checkpoint(
     except SafetensorError as error:
         raise InputError(f"export: cannot write {target} ({error}); nothing was changed") from error
     return Exported(target, model.num_parameters(), size, found)
-
-
-def check_graph(path: Path) -> None:
-    """ONNX's own checks on a written graph: the checker with full shape inference, strictly.
-
-    Raises:
-        VerificationError: with the checker's words.
-    """
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-        graph = onnx.load(str(path), load_external_data=False)
-        onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True, data_prop=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise VerificationError(f"export: the graph is not valid ONNX: {error}") from error
-
-
-def _verify(model: CaracalModel, stage: Path, threads: int, report: Progress) -> ParityReport:
-    report("comparing weights", 0, 1)
-    weights.compare_weights(model, stage / GRAPH_FILE)
-    found = run_parity(
-        Bundle.open(stage),
-        threads=threads,
-        progress=lambda what, done, total: report(f"verifying: {what}", done, total),
-    )
-    line = verdict_line(found, found.providers[0])
-    if found.verdict == "FAILED":
-        raise VerificationError(
-            f"export: the bundle does not compute what the checkpoint does, nothing was written: {line}", found
-        )
-    if found.verdict == "NOT RUN":
-        raise NotRunError(f"export: the bundle could not be verified, nothing was written (--no-verify skips): {line}")
-    return found
 
 
 def _check_tokenizer(path: Path, config: CaracalConfig) -> Path | None:

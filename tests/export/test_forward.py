@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from caracal_export.exporter import check_graph
 from caracal_export.tracing import trace_forward
+from caracal_export.verification import check_graph
 from caracal_export.weights import compare_weights, refer_to_weights, write_weights
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.forward import ForwardPass

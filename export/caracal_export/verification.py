@@ -1,0 +1,83 @@
+"""Proof that a staged bundle computes what the checkpoint computes: ONNX's own checks, every weight, every golden."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from caracal_runtimes.bundle import Bundle
+from caracal_runtimes.errors import NotRunError
+from caracal_runtimes.parity import ParityReport, run_parity
+from caracal_runtimes.report import verdict_line
+
+from caracal import CaracalModel
+from caracal_export import weights
+from caracal_export.errors import VerificationError
+
+Progress = Callable[[str, int, int], None]
+
+
+def check_graph(path: Path) -> None:
+    """ONNX's own checks on a written graph: the checker with full shape inference, strictly.
+
+    Raises:
+        VerificationError: with the checker's words.
+    """
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+        graph = onnx.load(str(path), load_external_data=False)
+        onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True, data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise VerificationError(f"export: the graph is not valid ONNX: {error}") from error
+
+
+def verify(model: CaracalModel, bundle: Path, graph_file: str, *, threads: int, progress: Progress) -> ParityReport:
+    """Compares a written bundle with the model it was made from.
+
+    Args:
+        model: the reference, float32.
+        bundle: folder with everything but its README.
+        graph_file: name of the forward graph.
+        threads: of ONNX Runtime, 0 for one per core.
+        progress: called with what is being done, done and total.
+
+    Raises:
+        VerificationError: a weight or an output differs.
+        NotRunError: the comparison could not be made at all.
+    """
+    progress("comparing weights", 0, 1)
+    weights.compare_weights(model, bundle / graph_file)
+    opened = Bundle.open(bundle)
+    found = run_parity(
+        opened, threads=threads, progress=lambda what, done, total: progress(f"verifying: {what}", done, total)
+    )
+    line = verdict_line(found, found.providers[0])
+    if found.verdict == "FAILED":
+        raise VerificationError(
+            f"export: the bundle does not compute what the checkpoint does, nothing was written: {line}; "
+            f"{_own_noise(model, opened, found)}",
+            found,
+        )
+    if found.verdict == "NOT RUN":
+        raise NotRunError(f"export: the bundle could not be verified, nothing was written (--no-verify skips): {line}")
+    return found
+
+
+@torch.no_grad()
+def _own_noise(model: CaracalModel, bundle: Bundle, report: ParityReport) -> str:
+    """How far PyTorch's own float32 is from float64 on the worst case: tells a wrong graph from a fragile checkpoint."""
+    worst = report.providers[0].worst
+    if worst is None:
+        return "no case could be measured"
+    golden = bundle.golden()
+    ids, positions = (
+        torch.from_numpy(np.array(golden.tensor(f"{worst.name}/{key}"))) for key in ("input_ids", "logit_positions")
+    )
+    single = model(ids, positions).double()
+    double = copy.deepcopy(model).double()(ids, positions)
+    noise = float((single - double).norm() / double.norm())
+    return f"PyTorch's own float32 is {noise:.1e} from float64 on {worst.name}"
