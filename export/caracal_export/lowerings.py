@@ -88,6 +88,14 @@ def roots_of_unity(size: Value) -> tuple[Value, Value]:
     )
 
 
+def _complex_product(a: tuple[Value, Value], b: tuple[Value, Value]) -> tuple[Value, Value]:
+    """Real and imaginary part of a product of two complex tensors given as such pairs."""
+    return (
+        op.Sub(op.Mul(a[0], b[0]), op.Mul(a[1], b[1])),
+        op.Add(op.Mul(a[0], b[1]), op.Mul(a[1], b[0])),
+    )
+
+
 def causal_conv_matmul(v: Value, g: Value) -> Value:
     """The causal convolution by a four-step FFT written as dense matrix products, without moving any data.
 
@@ -155,13 +163,7 @@ def causal_conv_matmul(v: Value, g: Value) -> Value:
         real, imag = op.Split(op.MatMul(into_columns, x), axis=2, num_outputs=2)  # (B, h+1, n2, D)
         return real, imag
 
-    v_real, v_imag = spectrum(v)
-    g_real, g_imag = spectrum(g)
-    y = op.Concat(
-        op.Sub(op.Mul(v_real, g_real), op.Mul(v_imag, g_imag)),
-        op.Add(op.Mul(v_real, g_imag), op.Mul(v_imag, g_real)),
-        axis=2,
-    )
+    y = op.Concat(*_complex_product(spectrum(v), spectrum(g)), axis=2)
     y = op.MatMul(from_columns, y)  # (B, h+1, 2 n2, D)
     y = op.Reshape(y, op.Concat(_ints(0), op.Mul(rows, _ints(2)), _ints(-1), axis=0))
     y = op.Reshape(op.MatMul(from_rows, y), op.Concat(_ints(0), op.Mul(half, n2), _ints(-1), axis=0))
@@ -187,13 +189,7 @@ def causal_conv_dft(v: Value, g: Value) -> Value:
         real, imag = op.Split(x, axis=3, num_outputs=2)
         return real, imag
 
-    v_real, v_imag = spectrum(v)
-    g_real, g_imag = spectrum(g)
-    y = op.Concat(
-        op.Sub(op.Mul(v_real, g_real), op.Mul(v_imag, g_imag)),
-        op.Add(op.Mul(v_real, g_imag), op.Mul(v_imag, g_real)),
-        axis=3,
-    )
+    y = op.Concat(*_complex_product(spectrum(v), spectrum(g)), axis=3)
     y = op.DFT(y, axis=1, inverse=1)
     y = op.Slice(y, _ints(0, 0), op.Concat(length, _ints(1), axis=0), _ints(1, 3))
     return op.Squeeze(y, _ints(3))
