@@ -96,10 +96,12 @@ class _MultiHeadFourier(nn.Module):
         self.gate_conv = _PerHeadLinear(config)
         self.out_proj = _Linear(width, width, config.use_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
         n = self.norm(self.pre_conv(self.input_norm(x)))
-        v = self.value_proj(n)
-        g = self.gate_conv(F.silu(self.gate_proj(n)))
+        # Padding cannot reach earlier positions in exact arithmetic, but a transform's rounding grows with all of its
+        # input: without this a short row in a long batch would lose digits to what stands in its padding.
+        v = self.value_proj(n) * valid
+        g = self.gate_conv(F.silu(self.gate_proj(n))) * valid
         return self.out_proj(operators.causal_conv(v, g))
 
 
@@ -139,20 +141,23 @@ class _FeedForward(nn.Module):
 class _Block(nn.Module):
     def __init__(self, config: CaracalConfig, layer_type: str) -> None:
         super().__init__()
-        # Registered under the checkpoint's names, so that names in the graph are the checkpoint's too.
-        self.mixer_name = "mhf" if layer_type == MHF else "swa"
-        self.add_module(
-            self.mixer_name, _MultiHeadFourier(config) if layer_type == MHF else _SlidingWindowAttention(config)
-        )
+        self.mhf = _MultiHeadFourier(config) if layer_type == MHF else None
+        self.swa = _SlidingWindowAttention(config) if layer_type != MHF else None
         self.ffn = _FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.get_submodule(self.mixer_name)(x)
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        if self.mhf is not None:
+            x = x + self.mhf(x, valid)
+        if self.swa is not None:
+            x = x + self.swa(x)
         return x + self.ffn(x)
 
 
 class ForwardGraph(nn.Module):
-    """`input_ids` [B, L] and `logit_positions` [B, P] (both int64) -> logits [B, P, V] (float32)."""
+    """`input_ids` [B, L], `lengths` [B], `logit_positions` [B, P] (all int64) -> logits [B, P, V] (float32).
+
+    Rows are padded on the right; `lengths` says how many tokens of each are real.
+    """
 
     def __init__(self, config: CaracalConfig) -> None:
         super().__init__()
@@ -171,10 +176,11 @@ class ForwardGraph(nn.Module):
         graph.load_state_dict(dict(graph_state(model, config)), strict=True, assign=True)
         return graph.eval().requires_grad_(False)
 
-    def forward(self, input_ids: Tensor, logit_positions: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, lengths: Tensor, logit_positions: Tensor) -> Tensor:
         """See the class."""
+        valid = operators.valid_positions(input_ids, lengths)
         x = self.embed_tokens(input_ids)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, valid)
         x = self.norm(operators.gather_positions(x, logit_positions))
         return operators.tied_head(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)

@@ -272,6 +272,12 @@ def _window_mask(block: Value, blocks: Value, window: int) -> Value:
     return op.Unsqueeze(op.Mul(hidden, _float(_MASKED)), _ints(1))
 
 
+def valid_positions(input_ids: Value, lengths: Value) -> Value:
+    """1.0 at positions below a row's length, 0.0 in its padding: [B, L] and [B] -> [B, L, 1]."""
+    left = op.Sub(_column(op.Cast(lengths, to=_INT32)), _iota(_dim(input_ids, 1)))  # (B, L): tokens from here on
+    return op.Unsqueeze(op.Clip(op.Cast(left, to=_FLOAT), _float(0.0), _float(1.0)), _ints(2))
+
+
 def gather_positions(x: Value, positions: Value) -> Value:
     """Rows of x [B, L, D] at positions [B, P], by one Gather on the flattened rows."""
     batch, length = _dim(x, 0), _dim(x, 1)
@@ -299,6 +305,7 @@ def translation_table(mixing: str) -> dict[Callable[..., Any], Callable[..., Any
         ops.depthwise_causal_conv.default: depthwise_causal_conv,
         ops.grouped_linear.default: grouped_linear,
         ops.sliding_window_attention.default: sliding_window_attention,
+        ops.valid_positions.default: valid_positions,
         ops.gather_positions.default: gather_positions,
         ops.tied_head.default: tied_head,
     }

@@ -62,6 +62,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, heads: int, window: int) -> Tensor:
     return torch.empty_like(q)
 
 
+@torch.library.custom_op("caracal::valid_positions", mutates_args=())
+def valid_positions(input_ids: Tensor, lengths: Tensor) -> Tensor:
+    """1 at positions below a row's length, 0 in its padding: [B, L] and [B] -> float32 [B, L, 1]."""
+    return (torch.arange(input_ids.shape[1]) < lengths[:, None]).float()[..., None]
+
+
+@valid_positions.register_fake
+def _(input_ids: Tensor, lengths: Tensor) -> Tensor:
+    return lengths.new_empty(input_ids.shape[0], input_ids.shape[1], 1, dtype=torch.float32)
+
+
 @torch.library.custom_op("caracal::gather_positions", mutates_args=())
 def gather_positions(x: Tensor, positions: Tensor) -> Tensor:
     """Rows of x [B, L, D] at positions [B, P] -> [B, P, D]."""

@@ -103,7 +103,9 @@ def drop_tracing_metadata(model: ir.Model) -> None:
 
 
 def _scope(node: ir.Node) -> str:
-    """The dotted module path of a traced node; the tracer lists ['', 'blocks.3', 'blocks.3.mhf', ..., operator]."""
-    text = node.metadata_props.get(_SCOPES, "")
-    scopes = [scope for scope in re.findall(r"'([^']*)'", text)[:-1] if scope]
-    return scopes[-1] if scopes else ""
+    """The dotted module path of a traced node, or the operator's name for what the model itself does.
+
+    The tracer lists ['', 'blocks.3', 'blocks.3.mhf', ..., operator].
+    """
+    scopes = [scope for scope in re.findall(r"'([^']*)'", node.metadata_props.get(_SCOPES, "")) if scope]
+    return "" if not scopes else scopes[max(0, len(scopes) - 2)]

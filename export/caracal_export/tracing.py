@@ -24,7 +24,7 @@ _IR_VERSIONS = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11}
 
 
 def trace_forward(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
-    """Traces the forward graph: `input_ids` [batch, length], `logit_positions` [batch, positions] -> `logits`.
+    """Traces the forward graph: `input_ids` [batch, length], `lengths` [batch], `logit_positions` [batch, positions] -> `logits`.
 
     Args:
         model: float32, in eval mode.
@@ -36,13 +36,17 @@ def trace_forward(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
     """
     config: CaracalConfig = model.config
     graph = ForwardGraph.from_reference(model, config)
-    example = (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
-    shapes = {"input_ids": {0: "batch", 1: "length"}, "logit_positions": {0: "batch", 1: "positions"}}
+    example = tuple(torch.zeros(*shape, dtype=torch.int64) for shape in ((2, 5), (2,), (2, 3)))
+    shapes = {
+        "input_ids": {0: "batch", 1: "length"},
+        "lengths": {0: "batch"},
+        "logit_positions": {0: "batch", 1: "positions"},
+    }
     with _quiet():
         program = torch.onnx.export(
             graph,
             example,
-            input_names=["input_ids", "logit_positions"],
+            input_names=list(shapes),
             output_names=["logits"],
             dynamic_shapes=shapes,
             custom_translation_table=translation_table(mixing),

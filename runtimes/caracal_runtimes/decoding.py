@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caracal_runtimes.forward import ForwardPass, pad_right
+from caracal_runtimes.forward import ForwardPass
 
 
 class Decoder(Protocol):
@@ -45,5 +45,5 @@ class Recompute:
 
     def _last_logits(self, rows: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         last = np.asarray([[len(row) - 1] for row in rows])
-        logits: NDArray[np.float32] = self._model.forward(pad_right(rows), last)[:, 0]
+        logits: NDArray[np.float32] = self._model.forward(rows, last)[:, 0]
         return logits

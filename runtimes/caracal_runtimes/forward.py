@@ -38,7 +38,10 @@ class ForwardPass:
         self.ep, self.threads = self._session.ep, self._session.threads
 
     def forward(
-        self, input_ids: ArrayLike | Sequence[Sequence[int]], logit_positions: ArrayLike | None = None
+        self,
+        input_ids: ArrayLike | Sequence[Sequence[int]],
+        logit_positions: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
     ) -> NDArray[np.float32]:
         """Logits of a batch.
 
@@ -47,16 +50,27 @@ class ForwardPass:
                 left would change every result: the mixing counts from the start of the sequence.)
             logit_positions: [B, P] integers in [0, L): the positions whose logits are wanted; all when None. Ask for
                 what you read: logits of all positions are the largest tensor there is.
+            lengths: [B] integers in [1, L]: real tokens of each row of an array that is padded on the right. Rows given
+                as lists know their own.
 
         Returns:
             float32 [B, P, V]. What stands at padded positions has no meaning.
 
         Raises:
-            InputError: ids outside the vocabulary, no tokens, positions out of range, or more than memory allows.
+            InputError: ids outside the vocabulary, no tokens, positions out of range, lengths out of range, or more than
+                memory allows.
             NotRunError: the provider failed.
         """
         ids = pad_right(input_ids)
         batch, length = ids.shape
+        if lengths is not None:
+            valid = _integers("lengths", lengths)
+            if valid.shape != (batch,) or valid.min() < 1 or valid.max() > length:
+                raise InputError(f"lengths: expected {batch} integers from 1 to {length}, found {valid.tolist()!r:.60}")
+        elif isinstance(input_ids, np.ndarray):
+            valid = np.full(batch, length, dtype=np.int64)
+        else:
+            valid = np.asarray([len(row) for row in input_ids], dtype=np.int64)  # type: ignore[union-attr,arg-type]
         check_ids(ids, self.spec.vocab_size)
         if logit_positions is None:
             positions = np.broadcast_to(np.arange(length, dtype=np.int64), (batch, length))
@@ -69,7 +83,7 @@ class ForwardPass:
                     f"logit_positions: must be from 0 to {length - 1}, found {positions.min()} to {positions.max()}"
                 )
         check_forward(self.spec, batch, length, positions.shape[1])
-        (logits,) = self._session.run({"input_ids": ids, "logit_positions": positions}, ["logits"])
+        (logits,) = self._session.run({"input_ids": ids, "lengths": valid, "logit_positions": positions}, ["logits"])
         return logits.astype(np.float32, copy=False)
 
     def placement(self) -> Placement:

@@ -226,8 +226,9 @@ def _run_case(bundle: Bundle, model: CausalLM, case: GoldenCase, limit: Toleranc
 
     try:
         tensors = bundle.golden()
-        ids, positions, ref = (
-            np.asarray(tensors.tensor(f"{case.name}/{key}")) for key in ("input_ids", "logit_positions", "logits")
+        ids, lengths, positions, ref = (
+            np.asarray(tensors.tensor(f"{case.name}/{key}"))
+            for key in ("input_ids", "lengths", "logit_positions", "logits")
         )
         if ids.shape != (case.batch, case.length):
             raise BundleError(
@@ -236,7 +237,7 @@ def _run_case(bundle: Bundle, model: CausalLM, case: GoldenCase, limit: Toleranc
         if not np.isfinite(ref).all():
             return result("FAILED", None, "the recorded reference itself has NaN or infinite logits")
         began = time.perf_counter()
-        got = model.forward(ids, positions)
+        got = model.forward(ids, positions, lengths)
         seconds = time.perf_counter() - began
         if case.columns:
             got = got[..., np.asarray(tensors.tensor(f"{case.name}/columns"))]
