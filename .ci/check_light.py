@@ -46,6 +46,9 @@ def main() -> None:
     bits = json.loads(caracal("score", bundle, text, "--format", "json"))["bits_per_byte"]
     if not bits < 2.0:
         raise SystemExit(f"light: {bits} bits per byte on the held-out text, expected less than 2")
+    short = json.loads(caracal("score", bundle, text, "--context", "64", "--format", "json"))["bits_per_byte"]
+    if not bits < short:
+        raise SystemExit(f"light: {bits} bits per byte with 1024 tokens of context, {short} with 64; expected less")
     verdict = caracal("parity", bundle).splitlines()[-1]
     if not verdict.startswith("PASSED"):
         raise SystemExit(f"light: {verdict}")
@@ -59,7 +62,7 @@ def main() -> None:
     if slow:
         raise SystemExit(1)
     print(verdict)
-    print(f"PASSED  score  {bits:.4f} bits per byte  limit 2")
+    print(f"PASSED  score  {bits:.4f} bits per byte at 1024 tokens of context, {short:.4f} at 64  limit 2")
 
 
 if __name__ == "__main__":

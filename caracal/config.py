@@ -200,9 +200,11 @@ class CaracalConfig:
         """Reads a `config.json`. Raises ConfigError when it is missing, not JSON, or invalid."""
         path = Path(path)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
         except FileNotFoundError:
             raise ConfigError(f"config: no file at {path}") from None
+        except ConfigError:
+            raise
         except (OSError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise ConfigError(f"config: {path} is not readable JSON ({error})") from None
         if not isinstance(data, dict):
@@ -214,6 +216,15 @@ class CaracalConfig:
         data = dataclasses.asdict(self)
         data["layer_types"] = list(self.layer_types)
         return {"model_type": "caracal", "architectures": ["CaracalForCausalLM"], **data}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise ConfigError(f"config: the key {key!r:.60} stands there twice; remove one")
+        data[key] = value
+    return data
 
 
 def _require_int(name: str, value: object, *, minimum: int) -> None:

@@ -6,13 +6,15 @@ lengths), positions where blocks and transforms meet, and ids so that every row 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from caracal_runtimes.errors import InputError
-from caracal_runtimes.manifest import GoldenCase, GoldenGreedy
+from caracal_runtimes.limits import check_forward
+from caracal_runtimes.manifest import GoldenCase, GoldenGreedy, ModelSpec
 from numpy.typing import NDArray
 
 from caracal import CaracalConfig, CaracalModel
@@ -82,10 +84,15 @@ def _length_plans(config: CaracalConfig, rng: np.random.Generator) -> list[_Plan
         "beyond_window": [3 * window + 5],
         "ragged": [1, window + 1, 2 * window + 3],
     }
-    return [
-        _Plan(name, [rng.integers(0, config.vocab_size, n) for n in row_lengths])
-        for name, row_lengths in lengths.items()
-    ]
+    columns = np.sort(rng.permutation(config.vocab_size)[:_COLUMNS])
+    plans: list[_Plan] = []
+    for name, row_lengths in lengths.items():
+        rows = [rng.integers(0, config.vocab_size, n) for n in row_lengths]
+        plans.append(_Plan(name, rows))
+        if any(len(_positions(n, config)) < n for n in row_lengths):
+            # Not every position fits with the whole vocabulary; on a few columns every one does.
+            plans.append(_Plan(f"{name}_everywhere", rows, columns))
+    return plans
 
 
 def _coverage_plans(config: CaracalConfig, rng: np.random.Generator) -> list[_Plan]:
@@ -112,9 +119,7 @@ def _positions(length: int, config: CaracalConfig) -> NDArray[np.int64]:
     window = config.sliding_window
     edges = [0, length - 1, *(k * window + d for k in range(1, length // window + 1) for d in (-1, 0))]
     edges += [(1 << e) + d for e in range(1, length.bit_length()) for d in (-1, 0)]
-    chosen = sorted({p for p in edges if 0 <= p < length})
-    if len(chosen) > limit:
-        chosen = [chosen[i] for i in np.linspace(0, len(chosen) - 1, limit).astype(int)]
+    chosen = list(dict.fromkeys(p for p in edges if 0 <= p < length))[:limit]  # the first are the telling ones
     spread = np.linspace(0, length - 1, max(0, limit - len(chosen))).astype(int).tolist()
     return np.asarray(sorted({*chosen, *spread}), dtype=np.int64)
 
@@ -123,6 +128,7 @@ def _positions(length: int, config: CaracalConfig) -> NDArray[np.int64]:
 def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
     config = model.config
     length = max(map(len, plan.rows))
+    check_forward(_spec(config), 1, length, length)
     ids = np.zeros((len(plan.rows), length), dtype=np.int64)
     kept = [np.arange(len(r)) if plan.columns is not None else _positions(len(r), config) for r in plan.rows]
     positions = np.zeros((len(plan.rows), max(map(len, kept))), dtype=np.int64)
@@ -147,6 +153,10 @@ def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
     if plan.columns is not None:
         recorded.tensors[f"{plan.name}/columns"] = plan.columns
     recorded.cases.append(GoldenCase(plan.name, len(plan.rows), length, columns=plan.columns is not None))
+
+
+def _spec(config: CaracalConfig) -> ModelSpec:
+    return ModelSpec(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelSpec)})
 
 
 @torch.no_grad()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from caracal_runtimes.errors import InputError
-from caracal_runtimes.manifest import MANIFEST_FILE
+from caracal_runtimes.manifest import FORMAT, MANIFEST_FILE
 
 from caracal._files import give_usual_mode
 
 _PARTIAL, _REPLACED = "partial", "replaced"
+_RENAME_SECONDS = 0.5  # longer than another process needs between the two renames of a replacement
+_DAY = 86_400
+_active: set[Path] = set()  # unfinished folders of this process
 
 
 @contextmanager
@@ -21,8 +26,8 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new folder that becomes `target` when the block ends without an exception, and vanishes otherwise.
 
     Args:
-        target: must not exist, unless `overwrite` is given and it is a bundle or an empty folder; anything else is
-            never replaced.
+        target: must not exist, unless `overwrite` is given and it is a bundle (with no other files in it) or an
+            empty folder; anything else is never replaced.
         overwrite: replace an existing bundle, which stays untouched until the new one is whole.
 
     Raises:
@@ -30,6 +35,7 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     check_target(target, overwrite=overwrite)
     partial = _beside(target, _PARTIAL)
+    _active.add(partial)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -43,6 +49,7 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        _active.discard(partial)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -67,8 +74,7 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
         return
     if not target.is_dir():
         raise InputError(f"export: {target} exists and is a file; choose another name")
-    if any(target.iterdir()) and not (target / MANIFEST_FILE).is_file():
-        raise InputError(f"export: {target} exists and is no bundle; it is not replaced, choose another name")
+    _require_bundle(target)
     if not overwrite:
         raise InputError(f"export: {target} exists; pass --overwrite to replace it, or choose another name")
 
@@ -80,28 +86,57 @@ def _move_into_place(partial: Path, target: Path, *, overwrite: bool) -> None:
         return
     replaced = _beside(target, _REPLACED)
     shutil.rmtree(replaced, ignore_errors=True)
-    target.rename(replaced)
     try:
+        target.rename(replaced)
         partial.rename(target)
-    except BaseException:
-        replaced.rename(target)
+    except BaseException:  # an interrupt between the two must not leave the target missing
+        if not target.exists() and replaced.exists():
+            replaced.rename(target)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def _require_bundle(target: Path) -> None:
+    """Refuses to replace anything but a bundle (or an empty folder) that holds nothing besides its own files."""
+    entries = sorted(entry.name for entry in target.iterdir())
+    if not entries:
+        return
+    try:
+        data = json.loads((target / MANIFEST_FILE).read_text(encoding="utf-8"))
+        own = {MANIFEST_FILE, *data["files"]} if data["format"] == FORMAT else set()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        own = set()
+    if not own:
+        raise InputError(f"export: {target} exists and is no bundle; it is not replaced, choose another name")
+    if foreign := [name for name in entries if name not in own]:
+        raise InputError(
+            f"export: {target} holds {foreign[0]!r}, which is not part of the bundle; move it away or choose another name"
+        )
+
+
 def _recover(target: Path) -> None:
-    """Clears what a killed export left: unfinished folders go, a bundle that was being replaced comes back."""
+    """Clears what a killed export left: unfinished folders go, a bundle that was being replaced comes back.
+
+    A process id says who made a folder, not who it belongs to now: containers give the same one to every run. So a
+    replaced bundle comes back whoever made it, after a moment in which a living export would have finished.
+    """
     for entry in target.absolute().parent.glob(f".{_escape(target.name)}.*-*"):
         stem, _, pid = entry.name.rpartition("-")
-        if not pid.isdigit() or _alive(int(pid)):
-            continue
-        if stem == f".{target.name}.{_PARTIAL}":
+        if stem == f".{target.name}.{_PARTIAL}" and pid.isdigit() and _abandoned(entry, int(pid)):
             shutil.rmtree(entry, ignore_errors=True)
         elif stem == f".{target.name}.{_REPLACED}":
+            if not target.exists():
+                time.sleep(_RENAME_SECONDS)
             if target.exists():
                 shutil.rmtree(entry, ignore_errors=True)
-            else:
+            elif entry.exists():
                 entry.rename(target)
+
+
+def _abandoned(partial: Path, pid: int) -> bool:
+    if partial in _active:
+        return False
+    return pid == os.getpid() or not _alive(pid) or time.time() - partial.stat().st_mtime > _DAY
 
 
 def _beside(target: Path, kind: str) -> Path:
@@ -113,6 +148,8 @@ def _escape(name: str) -> str:
 
 
 def _alive(pid: int) -> bool:
+    if os.name == "nt":  # signal 0 is no probe there, it is Ctrl-C
+        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -129,5 +166,5 @@ def _finish(folder: Path) -> None:
     """
     for path in folder.iterdir():
         give_usual_mode(path)
-        with path.open("rb") as file:
+        with path.open("r+b") as file:
             os.fsync(file.fileno())

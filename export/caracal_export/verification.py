@@ -73,11 +73,14 @@ def _own_noise(model: CaracalModel, bundle: Bundle, report: ParityReport) -> str
     worst = report.providers[0].worst
     if worst is None:
         return "no case could be measured"
-    golden = bundle.golden()
-    ids, positions = (
-        torch.from_numpy(np.array(golden.tensor(f"{worst.name}/{key}"))) for key in ("input_ids", "logit_positions")
-    )
-    single = model(ids, positions).double()
-    double = copy.deepcopy(model).double()(ids, positions)
+    try:
+        golden = bundle.golden()
+        ids, positions = (
+            torch.from_numpy(np.array(golden.tensor(f"{worst.name}/{key}"))) for key in ("input_ids", "logit_positions")
+        )
+        single = model(ids, positions).double()
+        double = copy.deepcopy(model).double()(ids, positions)
+    except (MemoryError, RuntimeError):  # the finding itself must not be lost for want of memory
+        return "PyTorch's own error could not be measured"
     noise = float((single - double).norm() / double.norm())
     return f"PyTorch's own float32 is {noise:.1e} from float64 on {worst.name}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import safetensors.numpy
+import torch
 from caracal_runtimes.safetensors_file import SafetensorsFile
 
 from caracal import CaracalModel
@@ -61,8 +62,17 @@ def compare_weights(model: CaracalModel, onnx_file: Path) -> int:
             raise VerificationError(f"weights: {name} lies inside the graph, expected it in {WEIGHTS_FILE}")
         if name not in stored or tensor.offset != stored[name].offset:
             raise VerificationError(f"weights: the graph reads {name} from another place than {WEIGHTS_FILE} has it")
-        expected = layout_of(name).to_graph(parameter.detach(), model.config).numpy()
-        got = tensor.numpy()
-        if got.shape != expected.shape or got.tobytes() != np.ascontiguousarray(expected).tobytes():
-            raise VerificationError(f"weights: {name} differs from the checkpoint")
+        got = layout_of(name).from_graph(torch.from_numpy(np.array(tensor.numpy())), model.config)
+        if got.shape != parameter.shape:
+            raise VerificationError(
+                f"weights: {name} has shape {list(got.shape)}, the checkpoint {list(parameter.shape)}"
+            )
+        differs = got.contiguous().view(torch.int32) != parameter.detach().contiguous().view(torch.int32)
+        if differs.any():
+            first = [int(i) for i in differs.nonzero()[0]]
+            largest = float((got - parameter).abs().max())
+            raise VerificationError(
+                f"weights: {name} differs from the checkpoint in {int(differs.sum())} of {differs.numel()} values, first at "
+                f"{first}, by up to {largest:.3g}"
+            )
     return len(wanted)

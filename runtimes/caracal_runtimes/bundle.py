@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from caracal_runtimes.safetensors_file import SafetensorsFile
 
 _CHUNK = 1 << 20
+# An external tensor's entry in a serialised graph: key "location", then the value's length and the value.
+_LOCATION = re.compile(
+    rb"\x0a\x08location\x12(" + b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(1, 128)) + rb")", re.DOTALL
+)
 _AGAIN = "copy the bundle again or export it again"
 
 
@@ -88,11 +93,15 @@ class Bundle:
         except ImportError:
             raise NotRunError("text needs the package `tokenizers`: pip install tokenizers") from None
         try:
-            return Tokenizer.from_file(str(self.file(self.manifest.tokenizer)))
+            tokenizer = Tokenizer.from_file(str(self.file(self.manifest.tokenizer)))
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
             raise BundleError(
                 f"bundle: {self.manifest.tokenizer} is no tokenizer this version reads ({error})"
             ) from None
+        # Settings for training batches travel in the file; here they would cut a text without a word.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def golden(self) -> SafetensorsFile:
         """The recorded reference tensors."""
@@ -111,15 +120,24 @@ class Bundle:
         from caracal_runtimes.model import CausalLM
 
         graph = self.manifest.graphs["forward"]
+        self._check_external_data(graph.file)
         return CausalLM(
             self.file(graph.file),
             self.manifest.model,
             ep,
+            mixing=graph.mixing,
             load_tokenizer=self.tokenizer,
             has_tokenizer=self.manifest.tokenizer is not None,
             threads=threads,
             ep_options=ep_options,
         )
+
+    def _check_external_data(self, graph: str) -> None:
+        """Refuses a graph that reads a file which no hash of the manifest covers."""
+        for location in _LOCATION.findall(self.file(graph).read_bytes()):
+            name = location[1:].decode("utf-8", "replace")
+            if name not in self.manifest.files:
+                raise BundleError(f"bundle: {graph} reads {name!r:.80}, which the manifest does not list; refused")
 
     def _check_file(self, name: str, entry: FileEntry, check_hash: bool) -> None:
         path = self.path / name

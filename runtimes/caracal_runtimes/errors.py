@@ -13,6 +13,10 @@ class InputError(RuntimeToolError):
     """Bad usage or bad input: the message says what was expected, what was found and what to do."""
 
 
+class LimitError(InputError):
+    """An input that this machine or the runtime cannot compute rightly, refused before it runs."""
+
+
 class BundleError(InputError):
     """A bundle that is missing, incomplete, altered, or of a format this version does not read."""
 

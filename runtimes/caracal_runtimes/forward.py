@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from caracal_runtimes.errors import InputError
-from caracal_runtimes.limits import check_forward, check_ids
+from caracal_runtimes.limits import check_forward, check_ids, forward_bytes
 from caracal_runtimes.manifest import ModelSpec
 from caracal_runtimes.session import Placement, Session
 
@@ -21,6 +21,7 @@ class ForwardPass:
     Args:
         graph: the `.onnx` file; its weights lie beside it.
         spec: sizes of the model.
+        mixing: how the graph computes the transform, `matmul` or `dft`.
         ep, threads, ep_options: see `Session`.
     """
 
@@ -30,10 +31,12 @@ class ForwardPass:
         spec: ModelSpec,
         ep: str = "cpu",
         *,
+        mixing: str = "matmul",
         threads: int = 0,
         ep_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self.mixing = spec, mixing
+        self._granted = 0
         self._session = Session(graph, ep, threads=threads, ep_options=ep_options)
         self.ep, self.threads = self._session.ep, self._session.threads
 
@@ -82,9 +85,14 @@ class ForwardPass:
                 raise InputError(
                     f"logit_positions: must be from 0 to {length - 1}, found {positions.min()} to {positions.max()}"
                 )
-        check_forward(self.spec, batch, length, positions.shape[1])
+        self.check(batch, length, positions.shape[1])
         (logits,) = self._session.run({"input_ids": ids, "lengths": valid, "logit_positions": positions}, ["logits"])
+        self._granted = max(self._granted, forward_bytes(self.spec, batch, length, positions.shape[1], self.mixing))
         return logits.astype(np.float32, copy=False)
+
+    def check(self, batch: int, length: int, positions: int) -> None:
+        """Refuses a pass of this size if it cannot be right or cannot fit. Raises LimitError."""
+        check_forward(self.spec, batch, length, positions, mixing=self.mixing, granted=self._granted)
 
     def placement(self) -> Placement:
         """Which provider each node of the forward graph was assigned to."""

@@ -11,7 +11,6 @@ import numpy as np
 from caracal_runtimes.decoding import Recompute
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.forward import ForwardPass, token_ids
-from caracal_runtimes.limits import check_forward
 from caracal_runtimes.sampling import Generator, SamplingOptions, next_token
 from caracal_runtimes.text import StopMatcher, TextStream
 
@@ -80,7 +79,7 @@ def generate(
     _check_ids("stop_ids", stops, vocab_size)
     ends = frozenset(stops)
     # Fail before the first token rather than after a thousand.
-    check_forward(model.spec, len(rows), max(map(len, rows)) + max_new_tokens, 1)
+    model.check(len(rows), max(map(len, rows)) + max_new_tokens, 1)
 
     states = [_Row(ids, Generator(options.seed, index), tokenizer, stop) for index, ids in enumerate(rows)]
     decoder = Recompute(model)

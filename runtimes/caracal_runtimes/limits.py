@@ -11,60 +11,78 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caracal_runtimes.errors import InputError
+from caracal_runtimes.errors import InputError, LimitError
 from caracal_runtimes.manifest import ModelSpec
 
 MAX_ELEMENTS = 2**31 - 1
 _FLOAT = 4
 
 
-def largest_tensors(model: ModelSpec, batch: int, length: int, positions: int) -> dict[str, int]:
+def largest_tensors(
+    model: ModelSpec, batch: int, length: int, positions: int, mixing: str = "matmul"
+) -> dict[str, int]:
     """Elements of the tensors that grow with the input, by what they are.
 
     Args:
         batch, length: of `input_ids`.
         positions: logit positions per row.
+        mixing: how the graph computes the transform.
     """
     heads, width = model.num_attention_heads, model.hidden_size
     block = min(model.sliding_window, length)
     padded = -(-length // block) * block
     inner_size = int(np.ceil(np.sqrt(length / 2)))
     outer_half = -(-length // inner_size)
+    if mixing == "dft":  # a power of two of at least 2L points, complex
+        spectrum, tables = 2 * (2 << (length - 1).bit_length()), 0
+    else:
+        spectrum, tables = (outer_half + 1) * 2 * inner_size, (outer_half + 1) * 4 * inner_size * inner_size
     return {
         "logits [B, P, V]": batch * positions * model.vocab_size,
         "attention scores [B, H, L, 2W]": batch * heads * padded * 2 * block,
         "feed-forward [B, L, F]": batch * length * model.intermediate_size,
-        "spectrum [B, 2L, D]": batch * (outer_half + 1) * 2 * inner_size * width,
-        "transform tables": (outer_half + 1) * 4 * inner_size * inner_size,
+        "spectrum [B, 2L, D]": batch * spectrum * width,
+        "transform tables": tables,
     }
 
 
-def forward_bytes(model: ModelSpec, batch: int, length: int, positions: int) -> int:
+def forward_bytes(model: ModelSpec, batch: int, length: int, positions: int, mixing: str = "matmul") -> int:
     """Estimated peak bytes of a float32 forward pass, weights not counted.
 
     An upper estimate: scores exist as product, masked sum and softmax; both streams' spectra with their product; the
     feed-forward's branches; the logits with the copy that is handed out. The layers' parts are added although they do
     not run at the same time, because the runtime's arena keeps what one kind of layer asked for.
     """
-    sizes = largest_tensors(model, batch, length, positions)
+    sizes = largest_tensors(model, batch, length, positions, mixing)
     residual = 6 * batch * length * model.hidden_size
-    mixing = 7 * sizes["spectrum [B, 2L, D]"] + 3 * sizes["transform tables"]
+    transform = 7 * sizes["spectrum [B, 2L, D]"] + 3 * sizes["transform tables"]
     attention = 3 * sizes["attention scores [B, H, L, 2W]"]
     feed_forward = 4 * sizes["feed-forward [B, L, F]"]
-    return _FLOAT * (residual + mixing + attention + feed_forward + 2 * sizes["logits [B, P, V]"])
+    return _FLOAT * (residual + transform + attention + feed_forward + 2 * sizes["logits [B, P, V]"])
 
 
-def check_forward(model: ModelSpec, batch: int, length: int, positions: int) -> None:
-    """Refuses a forward pass that cannot be right or cannot fit. Raises InputError with the numbers."""
-    for what, elements in largest_tensors(model, batch, length, positions).items():
+def check_forward(
+    model: ModelSpec, batch: int, length: int, positions: int, *, mixing: str = "matmul", granted: int = 0
+) -> None:
+    """Refuses a forward pass that cannot be right or cannot fit.
+
+    Args:
+        model, batch, length, positions, mixing: see `largest_tensors`.
+        granted: bytes that earlier passes of the same session were granted; its arena keeps them, so they are not
+            available any more and not needed again.
+
+    Raises:
+        LimitError: with the numbers.
+    """
+    for what, elements in largest_tensors(model, batch, length, positions, mixing).items():
         if elements > MAX_ELEMENTS:
-            raise InputError(
+            raise LimitError(
                 f"input too large: {batch} row(s) of {length:,} tokens need {what} with {elements:,} elements, "
                 f"at most {MAX_ELEMENTS:,} are computed correctly; use a shorter text, fewer rows or fewer logit positions"
             )
-    needed, available = forward_bytes(model, batch, length, positions), available_bytes()
-    if available is not None and needed > available:
-        raise InputError(
+    needed, available = forward_bytes(model, batch, length, positions, mixing), available_bytes()
+    if available is not None and needed - granted > available:
+        raise LimitError(
             f"input too large for memory: {batch} row(s) of {length:,} tokens need about {needed / 1e9:.1f} GB, "
             f"{available / 1e9:.1f} GB are available; use a shorter text or fewer rows"
         )

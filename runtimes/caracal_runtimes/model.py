@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.forward import ForwardPass
 from caracal_runtimes.generation import Generated, Prompts, generate
 from caracal_runtimes.manifest import ModelSpec
@@ -34,10 +35,11 @@ class CausalLM(ForwardPass):
         *,
         load_tokenizer: Callable[[], Tokenizer],
         has_tokenizer: bool,
+        mixing: str = "matmul",
         threads: int = 0,
         ep_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(graph, spec, ep, threads=threads, ep_options=ep_options)
+        super().__init__(graph, spec, ep, mixing=mixing, threads=threads, ep_options=ep_options)
         self._load_tokenizer = load_tokenizer
         self.has_tokenizer = has_tokenizer
 
@@ -62,7 +64,7 @@ class CausalLM(ForwardPass):
         needs_text = bool(stop) or any(isinstance(text, str) for text in texts)
         return generate(
             self,
-            self.tokenizer if needs_text or self.has_tokenizer else None,
+            self.tokenizer if needs_text else self._tokenizer_if_any(),
             prompts,
             max_new_tokens=max_new_tokens,
             options=options,
@@ -71,6 +73,15 @@ class CausalLM(ForwardPass):
             on_text=on_text,
             on_token=on_token,
         )
+
+    def _tokenizer_if_any(self) -> Tokenizer | None:
+        """Ids in and ids out need no tokenizer; without one, or without its library, the result has no text."""
+        if not self.has_tokenizer:
+            return None
+        try:
+            return self.tokenizer
+        except NotRunError:
+            return None
 
     def score(
         self, text: str | Sequence[int], *, context: int = 1024, progress: Callable[[int, int], None] | None = None

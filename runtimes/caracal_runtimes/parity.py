@@ -17,7 +17,7 @@ import numpy as np
 
 from caracal_runtimes import tolerances
 from caracal_runtimes.bundle import Bundle
-from caracal_runtimes.errors import BundleError, NotRunError, RuntimeToolError
+from caracal_runtimes.errors import BundleError, LimitError, NotRunError, RuntimeToolError
 from caracal_runtimes.manifest import GoldenCase, GoldenGreedy
 from caracal_runtimes.metrics import Metrics, compare_logits
 from caracal_runtimes.model import CausalLM
@@ -242,6 +242,8 @@ def _run_case(bundle: Bundle, model: CausalLM, case: GoldenCase, limit: Toleranc
         if case.columns:
             got = got[..., np.asarray(tensors.tensor(f"{case.name}/columns"))]
         metrics = compare_logits(got, ref, limit, whole_vocabulary=not case.columns)
+    except LimitError as error:
+        return result("NOT RUN", None, str(error))
     except Exception as error:  # noqa: BLE001
         # A comparison that could not be made is a failure of this case, whatever kept it from being made.
         return result("FAILED", None, f"could not be compared: {error or type(error).__name__}")
@@ -273,6 +275,8 @@ def _run_greedy(bundle: Bundle, model: CausalLM, golden: GoldenGreedy, limit: To
         (generated,) = model.generate(
             prompt.tolist(), max_new_tokens=len(expected), options=SamplingOptions(temperature=0), stop_ids=()
         )
+    except LimitError as error:
+        return result("NOT RUN", 0, str(error))
     except Exception as error:  # noqa: BLE001
         return result("FAILED", 0, f"could not be compared: {error or type(error).__name__}")
     got = np.asarray(generated.ids)

@@ -45,7 +45,9 @@ def verdict_line(report: ParityReport, provider: ProviderReport) -> str:
 
 
 def _provider_lines(provider: ProviderReport) -> list[str]:
-    rows: list[tuple[str, ...]] = [("case", "batch x length", "relative L2", "max abs", "KL max", "top-1", "verdict")]
+    rows: list[tuple[str, ...]] = [
+        ("case", "batch x length", "relative L2", "max abs", "KL mean", "KL max", "top-1", "needs", "verdict")
+    ]
     rows += [_case_row(case) for case in _collapsed(provider.cases)]
     lines = _table(rows)
     for greedy in provider.greedy:
@@ -81,13 +83,15 @@ def _case_row(case: CaseResult) -> tuple[str, ...]:
     size = f"{case.batch} x {case.length}"
     m = case.metrics
     if m is None:
-        return (case.name, size, "-", "-", "-", "-", case.verdict)
-    kl = "-" if m.kl_max is None else f"{m.kl_max:.1e}"
+        return (case.name, size, *["-"] * 6, case.verdict)
+    kl = [("-" if value is None else f"{value:.1e}") for value in (m.kl_mean, m.kl_max)]
     top1 = "-"
     if m.top1_disagreements is not None:
         top1 = f"{m.positions - m.top1_disagreements - (m.near_ties or 0)}/{m.positions}"
         top1 += f" ({m.near_ties} near ties)" if m.near_ties else ""
-    return (case.name, size, f"{m.relative_l2:.1e}", f"{m.max_abs:.1e}", kl, top1, case.verdict)
+    # `needs`: the factor on the elementwise tolerance with which every element would pass; outliers are above 1.
+    errors = (f"{m.relative_l2:.1e}", f"{m.max_abs:.1e}", *kl, top1, f"{m.needed_scale:.3f}")
+    return (case.name, size, *errors, case.verdict)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -26,7 +26,7 @@ class Score:
 
     `tokens` were scored, in `windows` windows of at most `context` tokens. Every window after the first sees the last
     half window before it, so a token has at least `context / 2` tokens of context where the text has them. `text_bytes`
-    is the UTF-8 length of the whole text, or None when only ids were given.
+    is the UTF-8 length of the text that was scored, or None when only ids were given.
     """
 
     tokens: int
@@ -89,7 +89,10 @@ def score(
             raise InputError("score: expected text, found characters that UTF-8 cannot write") from None
         if tokenizer is None:
             raise InputError("score: a text needs a tokenizer, this bundle has none; score token ids instead")
-        ids = tokenizer.encode(text).ids
+        encoding = tokenizer.encode(text)
+        ids = encoding.ids
+        if ids and ids[0] != bos:  # the first token is given, not coded, and so are its bytes
+            text_bytes -= len(text[: encoding.offsets[0][1]].encode("utf-8"))
     else:
         ids = token_ids("score", text)
         if bad := [i for i in ids if not 0 <= i < model.spec.vocab_size]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: Names that `--ep` takes, and ONNX Runtime's own name for each.
 PROVIDERS = {"cpu": "CPUExecutionProvider"}
 _MAX_THREADS = 4096
+MINIMUM_VERSION = (1, 27)
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,12 @@ def import_onnxruntime() -> Any:
         raise NotRunError(
             "the installed onnxruntime is incomplete (two builds of it may have overwritten each other): "
             "uninstall every onnxruntime package, then pip install 'caracal-onnx[cpu]'"
+        )
+    version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2] if part.isdigit())
+    if version < MINIMUM_VERSION:
+        raise NotRunError(
+            f"ONNX Runtime {onnxruntime.__version__} is too old: it cannot tell which provider runs a node; "
+            f"install {'.'.join(map(str, MINIMUM_VERSION))} or later: pip install -U 'caracal-onnx[cpu]'"
         )
     return onnxruntime
 

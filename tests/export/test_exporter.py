@@ -103,6 +103,7 @@ def test_manifest_describes_graph_and_source(exported: tuple[str, Path], checkpo
         "mixing": mixing,
         "inputs": [
             {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
+            {"name": "lengths", "dtype": "int64", "shape": ["batch"]},
             {"name": "logit_positions", "dtype": "int64", "shape": ["batch", "positions"]},
         ],
         "outputs": [{"name": "logits", "dtype": "float32", "shape": ["batch", "positions", 97]}],
@@ -578,3 +579,39 @@ def test_the_numbers_of_a_bundle_are_the_checkpoints(exported: tuple[str, Path],
         want = model(torch.from_numpy(ids)).numpy()
     got = Bundle.open(exported[1]).model(threads=1).forward(ids)
     assert np.linalg.norm(got - want) / np.linalg.norm(want) <= 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What stands in a target's place
+
+
+def test_overwrite_spares_a_folder_with_a_manifest_of_another_kind(checkpoint: Path, tmp_path: Path) -> None:
+    app = tmp_path / "webapp"
+    app.mkdir()
+    (app / "manifest.json").write_text('{"name": "an app"}', encoding="utf-8")
+    (app / "years.js").write_text("of work", encoding="utf-8")
+    with pytest.raises(InputError, match="is no bundle; it is not replaced"):
+        export_checkpoint(checkpoint, app, overwrite=True)
+    assert (app / "years.js").read_text(encoding="utf-8") == "of work"
+
+
+def test_overwrite_spares_a_file_that_was_added_to_a_bundle(
+    checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path]
+) -> None:
+    target = tmp_path / "out"
+    shutil.copytree(bundle("matmul"), target)
+    (target / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(InputError, match=r"holds 'notes\.txt', which is not part of the bundle"):
+        export_checkpoint(checkpoint, target, overwrite=True)
+    assert (target / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), 1])
+def test_a_replaced_bundle_comes_back_whoever_has_its_process_id_now(
+    checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path], pid: int
+) -> None:
+    """In a container every run has the same few ids."""
+    shutil.copytree(bundle("matmul"), tmp_path / f".out.replaced-{pid}")
+    with pytest.raises(InputError, match="pass --overwrite"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert Bundle.open(tmp_path / "out").id() == Bundle.open(bundle("matmul")).id()

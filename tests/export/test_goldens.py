@@ -133,9 +133,24 @@ def test_a_vocabulary_beyond_one_row_is_covered_too(
 def test_a_large_tied_vocabulary_shows_every_row_as_a_column(random_model: Callable[..., CaracalModel]) -> None:
     model = random_model(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=17000)
     recorded = goldens.record(model)
-    assert not any(case.columns for case in recorded.cases)
-    for case in recorded.cases:
+    assert not any(case.name.startswith("vocabulary") for case in recorded.cases)
+    whole = [case for case in recorded.cases if not case.columns]
+    assert whole
+    for case in whole:
         assert recorded.tensors[f"{case.name}/logits"].shape[-1] == 17000
+
+
+def test_where_few_positions_fit_every_position_is_compared_on_some_columns(
+    random_model: Callable[..., CaracalModel],
+) -> None:
+    model = random_model(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=50257)
+    window = model.config.sliding_window
+    recorded = goldens.record(model)
+    few = set(recorded.tensors["beyond_window/logit_positions"][0].tolist())
+    assert few >= {0, 3 * window + 4, window - 1, window}, "the ends and the window's edge come first"
+    everywhere = recorded.tensors["beyond_window_everywhere/logit_positions"][0]
+    assert everywhere.tolist() == list(range(3 * window + 5))
+    assert recorded.tensors["beyond_window_everywhere/logits"].shape == (1, 3 * window + 5, 64)
 
 
 def test_a_large_untied_vocabulary_is_still_read_whole(random_model: Callable[..., CaracalModel]) -> None:

@@ -26,8 +26,8 @@ MIXINGS = ("matmul", "dft")
 LAYERS = ("mhf", "mhf", "swa")  # what the tiny model's blocks hold
 
 _NAME = re.compile(
-    r"(blocks\.\d+(\.(mhf|swa|ffn)(\.[a-z_]+)?)?|embed_tokens|norm|lm_head|lengths)/[A-Z]\w*"
-    r"|(Add|Gather|Gemm|Reshape)(_\d+)?"  # the model's own: positions and head
+    r"(blocks\.\d+(\.(mhf|swa|ffn)(\.[a-z_]+)?)?|embed_tokens|norm|lm_head|lengths"
+    r"|valid_positions|gather_positions|tied_head)/[A-Z]\w*"
 )
 # What a provider does wrong, lacks, or runs on another device.
 _UNWANTED = {
@@ -88,12 +88,14 @@ def test_batch_and_length_are_symbolic(graph: onnx.GraphProto, model: CaracalMod
     found = {value.name: _axes(value) for value in (*graph.input, *graph.output)}
     assert found == {
         "input_ids": ["batch", "length"],
+        "lengths": ["batch"],
         "logit_positions": ["batch", "positions"],
         "logits": ["batch", "positions", model.config.vocab_size],
     }
     types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
     assert types == {
         "input_ids": onnx.TensorProto.INT64,
+        "lengths": onnx.TensorProto.INT64,
         "logit_positions": onnx.TensorProto.INT64,
         "logits": onnx.TensorProto.FLOAT,
     }

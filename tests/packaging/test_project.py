@@ -59,8 +59,8 @@ def test_pinned_versions_are_within_the_declared_ranges() -> None:
         if "==" in line
     )
     declared = [*PROJECT["project"]["dependencies"]]
-    for extra in PROJECT["project"]["optional-dependencies"].values():
-        declared += extra
+    for extra in ("cpu", "export", "dev"):  # the others hold builds that exclude each other
+        declared += PROJECT["project"]["optional-dependencies"][extra]
     for requirement in map(Requirement, declared):
         if requirement.name != "caracal-onnx":
             assert requirement.specifier.contains(pins[requirement.name]), requirement.name

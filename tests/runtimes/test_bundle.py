@@ -15,6 +15,7 @@ import pytest
 from caracal_runtimes.bundle import Bundle, sha256_of
 from caracal_runtimes.errors import BundleError, InputError
 from caracal_runtimes.model import CausalLM
+from caracal_runtimes.session import Session
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
 FILES = ("README.md", "forward.onnx", "golden.safetensors", "tokenizer.json", "weights.safetensors")
@@ -149,7 +150,17 @@ class TestExternalData:
         elif location.startswith("sub"):
             (copy.path / "sub").mkdir()
         point_weights_to(copy, location.format(folder=tmp_path))
+        with pytest.raises(BundleError, match=r"forward\.onnx reads .*, which the manifest does not list"):
+            copy.model()
+        # Without our own check ONNX Runtime still refuses to leave the folder.
         with pytest.raises(BundleError, match=r"forward\.onnx could not be loaded"):
+            Session(copy.path / "forward.onnx")
+
+    def test_a_file_that_no_hash_covers_is_never_read(self, copy: Any) -> None:
+        """It could change without changing the bundle's id."""
+        shutil.copyfile(copy.path / "weights.safetensors", copy.path / "other.bin")
+        point_weights_to(copy, "other.bin")
+        with pytest.raises(BundleError, match=r"reads 'other\.bin', which the manifest does not list"):
             copy.model()
 
     @pytest.mark.parametrize(

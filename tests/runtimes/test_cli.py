@@ -616,3 +616,19 @@ def test_main_returns_and_does_not_exit(exported: Any, capsys: pytest.CaptureFix
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert "kind: bundle" in capsys.readouterr().out
+
+
+def test_a_finding_stays_a_finding_when_the_reader_has_gone() -> None:
+    """`caracal parity B | head` must not turn exit code 1 into 0."""
+    script = (
+        "import sys, types\nfrom caracal_runtimes import cli\n"
+        "def run(args):\n    print('x' * 100_000)\n    return 1\n"
+        "module = types.SimpleNamespace(HELP='', __doc__='', add_arguments=lambda parser: None, run=run)\n"
+        "cli._commands = lambda: {'check': module}\nsys.exit(cli.main(['check']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+    assert b"Traceback" not in error

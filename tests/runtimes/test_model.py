@@ -17,7 +17,7 @@ import pytest
 import safetensors.numpy
 from caracal_runtimes import limits
 from caracal_runtimes.bundle import Bundle
-from caracal_runtimes.errors import BundleError, InputError, NotRunError
+from caracal_runtimes.errors import BundleError, InputError, LimitError, NotRunError
 from caracal_runtimes.forward import pad_right
 from caracal_runtimes.manifest import ModelSpec
 from caracal_runtimes.model import CausalLM
@@ -216,6 +216,7 @@ class TestLimits:
 
     def test_a_forward_pass_is_refused_before_it_runs(self, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Session, "run", lambda *args: pytest.fail("it ran"))
+        monkeypatch.setattr(model, "_granted", 0)
         row = np.zeros((1, 2**20), np.int64)
         with pytest.raises(InputError, match="elements"):
             model.forward(np.broadcast_to(row, (7, 2**20)))
@@ -227,12 +228,32 @@ class TestLimits:
 
     def test_memory_is_compared_with_the_estimate(self, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
         needed = limits.forward_bytes(model.spec, 2, 50, 50)
-        monkeypatch.setattr(limits, "available_bytes", lambda: needed)
-        assert model.forward(ids(2, 50)).shape == (2, 50, VOCABULARY)
+        monkeypatch.setattr(model, "_granted", 0)
         monkeypatch.setattr(limits, "available_bytes", lambda: needed - 1)
         with pytest.raises(InputError, match="too large for memory"):
             model.forward(ids(2, 50))
         assert model.forward(ids(2, 50), [[0], [0]]).shape == (2, 1, VOCABULARY)  # fewer logits fit
+        monkeypatch.setattr(model, "_granted", 0)
+        monkeypatch.setattr(limits, "available_bytes", lambda: needed)
+        assert model.forward(ids(2, 50)).shape == (2, 50, VOCABULARY)
+
+    def test_a_second_pass_uses_the_memory_of_the_first(self, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The session's arena keeps what it was granted, so the system shows less although nothing more is needed."""
+        needed = limits.forward_bytes(model.spec, 2, 50, 50)
+        monkeypatch.setattr(model, "_granted", 0)
+        monkeypatch.setattr(limits, "available_bytes", lambda: needed)
+        model.forward(ids(2, 50))
+        monkeypatch.setattr(limits, "available_bytes", lambda: 0)
+        assert model.forward(ids(2, 50)).shape == (2, 50, VOCABULARY)
+        with pytest.raises(InputError, match="too large for memory"):
+            model.forward(ids(2, 51))
+
+    def test_dft_is_measured_by_its_own_tensors(self) -> None:
+        """N is a power of two of at least 2L, and complex: beyond 2^31 elements where the matmul form is not."""
+        spec = ModelSpec(100, 768, 3, 12, 2048, 128, None, None)
+        limits.check_forward(spec, 1, 524_289, 1, granted=10**15)
+        with pytest.raises(LimitError, match="3,221,225,472 elements"):
+            limits.check_forward(spec, 1, 524_289, 1, mixing="dft", granted=10**15)
 
     @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux tells the free memory")
     def test_available_bytes_is_less_than_the_machine_has(self) -> None:

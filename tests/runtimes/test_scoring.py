@@ -183,6 +183,7 @@ class TestBadInput:
             model.score("God \udcff")
 
     def test_more_than_memory_holds(self, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(model, "_granted", 0)
         monkeypatch.setattr("caracal_runtimes.limits.available_bytes", lambda: 10**5)
         with pytest.raises(InputError, match="too large for memory"):
             model.score(body_of(50))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from caracal_runtimes.cli.progress import ProgressLine
+from caracal_runtimes.errors import InputError
 
 HELP = "export, prove, generate and time the shipped checkpoint"
 
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
 
     from caracal_export import demo
 
+    if not args.output.strip():
+        raise InputError("demo: -o must name a folder, found an empty path")
     output = Path(args.output)
     options = SamplingOptions(temperature=0.8, top_p=0.95, seed=args.seed)
     with ProgressLine() as progress:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 GROUP = "caracal.commands"
+_SIGPIPE = 141  # what a shell reports for a writer whose reader has gone: the result was not delivered, so not 0
 DISTRIBUTION = "caracal-onnx"
 # The order of a first use; what is registered besides comes after.
 _ORDER = ("demo", "export", "info", "generate", "score", "parity")
@@ -39,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     _terminate_as_interrupt()
+    code: int = 0
     try:
-        code: int = args.run(args)
+        code = args.run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read our output has gone; leave quietly, and keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code or _SIGPIPE
     except MemoryError:
         if args.debug:
             raise
@@ -100,7 +102,7 @@ def _version() -> str:
 
 def _fail(message: str, code: int) -> int:
     sys.stdout.flush()
-    print(f"caracal: {message}", file=sys.stderr)
+    print(f"caracal: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
