@@ -10,9 +10,16 @@ from caracal import CaracalConfig
 
 
 def model_card(
-    config: CaracalConfig, parameters: int, graph: GraphSpec, source_sha256: str, report: ParityReport | None
+    config: CaracalConfig,
+    parameters: int,
+    graph: GraphSpec,
+    source_sha256: str,
+    report: ParityReport | None,
+    *,
+    reads_text: bool,
 ) -> str:
     """Markdown for `README.md` of a bundle."""
+    prompt = '-p "Once"' if reads_text else "--ids 1,2,3"
     layers = ", ".join(f"{config.layer_types.count(kind)} {kind}" for kind in dict.fromkeys(config.layer_types))
     if report is None:
         verified = (
@@ -34,7 +41,7 @@ Mixing `{graph.mixing}`, opset {graph.opset}, float32. Source weights: sha256 `{
 
 ```
 pip install 'caracal-onnx[cpu]'
-caracal generate . -p "Once" --max-new-tokens 64
+caracal generate . {prompt} --max-new-tokens 64
 caracal parity .
 ```
 

@@ -117,7 +117,12 @@ def export_checkpoint(
             (stage / MANIFEST_FILE).write_text(_with_files(manifest, stage).to_json(), encoding="utf-8")
             found = verification.verify(model, stage, GRAPH_FILE, threads=threads, progress=report) if verify else None
             card = model_card(
-                model.config, model.num_parameters(), manifest.graphs["forward"], manifest.source["sha256"], found
+                model.config,
+                model.num_parameters(),
+                manifest.graphs["forward"],
+                manifest.source["sha256"],
+                found,
+                reads_text=tokenizer is not None,
             )
             (stage / "README.md").write_text(card, encoding="utf-8")
             manifest = replace(manifest, verification=None if found is None else _summary(found))

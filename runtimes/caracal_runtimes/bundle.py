@@ -98,6 +98,12 @@ class Bundle:
             raise BundleError(
                 f"bundle: {self.manifest.tokenizer} is no tokenizer this version reads ({error})"
             ) from None
+        highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if highest >= self.manifest.model.vocab_size:
+            raise BundleError(
+                f"bundle: {self.manifest.tokenizer} has ids up to {highest}, the model's vocab_size is "
+                f"{self.manifest.model.vocab_size}; it is of another model"
+            )
         # Settings for training batches travel in the file; here they would cut a text without a word.
         tokenizer.no_truncation()
         tokenizer.no_padding()

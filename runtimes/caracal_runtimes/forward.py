@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from caracal_runtimes.errors import InputError
+from caracal_runtimes.errors import BundleError, InputError
 from caracal_runtimes.limits import check_forward, check_ids, forward_bytes
 from caracal_runtimes.manifest import ModelSpec
 from caracal_runtimes.session import Placement, Session
+
+INPUTS = ("input_ids", "lengths", "logit_positions")
 
 
 class ForwardPass:
@@ -39,6 +41,12 @@ class ForwardPass:
         self._granted = 0
         self._session = Session(graph, ep, threads=threads, ep_options=ep_options)
         self.ep, self.threads = self._session.ep, self._session.threads
+        found = self._session.input_names()
+        if set(found) != set(INPUTS):
+            raise BundleError(
+                f"{graph.name} takes {', '.join(found)}, expected {', '.join(INPUTS)}; it was written by another version or "
+                f"is another graph, export the checkpoint again"
+            )
 
     def forward(
         self,
@@ -60,6 +68,7 @@ class ForwardPass:
             float32 [B, P, V]. What stands at padded positions has no meaning.
 
         Raises:
+            BundleError: graph and manifest contradict each other.
             InputError: ids outside the vocabulary, no tokens, positions out of range, lengths out of range, or more than
                 memory allows.
             NotRunError: the provider failed.
@@ -87,6 +96,12 @@ class ForwardPass:
                 )
         self.check(batch, length, positions.shape[1])
         (logits,) = self._session.run({"input_ids": ids, "lengths": valid, "logit_positions": positions}, ["logits"])
+        expected = (batch, positions.shape[1], self.spec.vocab_size)
+        if logits.shape != expected:
+            raise BundleError(
+                f"the graph gave logits of shape {list(logits.shape)}, by the manifest they have {list(expected)}; manifest "
+                f"and graph do not belong together, export the checkpoint again"
+            )
         self._granted = max(self._granted, forward_bytes(self.spec, batch, length, positions.shape[1], self.mixing))
         return logits.astype(np.float32, copy=False)
 

@@ -109,6 +109,10 @@ class Session:
         except Exception as error:  # noqa: BLE001
             raise NotRunError(f"provider {self.ep}: running the graph failed: {_first_line(error)}") from None
 
+    def input_names(self) -> tuple[str, ...]:
+        """The graph's inputs, as the graph itself has them."""
+        return tuple(value.name for value in self._session.get_inputs())
+
     def placement(self) -> Placement:
         """Which provider each node of the optimised graph was assigned to, as the session itself records it."""
         nodes: dict[str, int] = {}

@@ -394,10 +394,10 @@ class TestReport:
         head = next(index for index, line in enumerate(lines) if line.startswith("case "))
         starts = [
             match.start()
-            for match in re.finditer(r"(?<!\S)(?:batch x length|relative L2|max abs|KL max|\S+)", lines[head])
+            for match in re.finditer(r"(?<!\S)(?:batch x length|relative L2|max abs|KL mean|KL max|\S+)", lines[head])
         ]
         rows = lines[head + 1 : head + 11]
-        assert len(starts) == 7
+        assert len(starts) == 9
         assert {line.split()[0] for line in rows} >= {"one", "two", "ragged", "vocabulary_0"}
         for line in rows:
             for start in starts[1:]:

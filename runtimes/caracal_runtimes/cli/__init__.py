@@ -29,7 +29,11 @@ _ORDER = ("demo", "export", "info", "generate", "score", "parity")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (the process's own when None) and returns the exit code."""
-    if sys.stdout is None:  # closed by the caller
+    if sys.stdin is None:  # closed by the caller, as the next two may be
+        sys.stdin = Path(os.devnull).open()  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - it is the standard output from here on
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character must not end a generation

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 
 from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, ep_options
@@ -48,10 +50,25 @@ def run(args: argparse.Namespace) -> int:
             progress=lambda what, done, total: progress(f"comparing: {what}", done, total),
         )
     text = json.dumps(report.to_dict(), indent=2)
-    if args.json is not None:
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
     if args.format == "json":
         print(text)
     else:
         print(parity_output(report))
+    if args.json is not None:
+        sys.stdout.flush()
+        _write_whole(Path(args.json), text + "\n")
     return report.exit_code
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replaces a file whole, so that a full disk does not cost the report that was there. Raises InputError."""
+    as_it_is = path.exists() and not path.is_file()  # a pipe or a device
+    temporary = path if as_it_is else path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        if temporary != path:
+            temporary.replace(path)
+    except OSError as error:
+        if temporary != path:
+            temporary.unlink(missing_ok=True)
+        raise InputError(f"--json: {path} cannot be written ({error.strerror}); the verdict stands above") from None
