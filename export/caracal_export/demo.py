@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from caracal_runtimes.model import CausalLM
+from caracal_runtimes.parity import Progress
 
 from caracal_export.exporter import Exported, export_checkpoint
 from caracal_export.lowerings import MIXINGS
@@ -18,8 +19,6 @@ CHECKPOINT = Path(__file__).parent / "checkpoints" / "kjv"
 PROMPT = "And it came to pass in those days, that"
 _TIMED_LENGTHS = (128, 1024, 4096)
 _REPEATS = 5
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

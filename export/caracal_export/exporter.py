@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from caracal_runtimes.bundle import sha256_of
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.manifest import MANIFEST_FILE, FileEntry, Golden, GraphSpec, Manifest, TensorSpec
-from caracal_runtimes.parity import ParityReport
+from caracal_runtimes.parity import ParityReport, Progress
 from caracal_runtimes.session import check_threads
 from safetensors import SafetensorError
 
@@ -32,8 +31,6 @@ from caracal_export.tracing import OPSETS, TRACED_OPSET, trace_forward
 
 GRAPH_FILE = "forward.onnx"
 GOLDEN_FILE = "golden.safetensors"
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.limits import check_forward
 from caracal_runtimes.manifest import GoldenCase, GoldenGreedy, ModelSpec
+from caracal_runtimes.parity import Progress
 from numpy.typing import NDArray
 
 from caracal import CaracalConfig, CaracalModel
@@ -25,8 +26,6 @@ _COLUMNS = 64  # vocabulary ids recorded per position where all positions are
 _COVERAGE_LENGTH = 512
 _COVERAGE_VOCABULARY = 16384  # up to here all ids are read even where a tied head shows every row anyway
 GREEDY_TOKENS = 32
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +10,12 @@ import onnx
 import torch
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import NotRunError
-from caracal_runtimes.parity import ParityReport, run_parity
+from caracal_runtimes.parity import ParityReport, Progress, run_parity
 from caracal_runtimes.report import verdict_line
 
 from caracal import CaracalModel
 from caracal_export import weights
 from caracal_export.errors import VerificationError
-
-Progress = Callable[[str, int, int], None]
 
 
 def check_graph(path: Path) -> None:
