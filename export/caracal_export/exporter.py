@@ -27,9 +27,8 @@ from caracal_export import goldens, verification, weights
 from caracal_export.card import model_card
 from caracal_export.lowerings import MIXINGS
 from caracal_export.staging import check_target, staged_folder
-from caracal_export.tracing import OPSETS, TRACED_OPSET, trace_forward
+from caracal_export.tracing import GRAPHS, LAGS, OPSETS, TRACED_OPSET, trace
 
-GRAPH_FILE = "forward.onnx"
 GOLDEN_FILE = "golden.safetensors"
 
 
@@ -52,6 +51,7 @@ def export_checkpoint(
     overwrite: bool = False,
     verify: bool = True,
     threads: int = 0,
+    lags: int = LAGS,
     progress: Progress | None = None,
 ) -> Exported:
     """Exports a checkpoint folder to a bundle, and proves that the bundle computes the same.
@@ -64,6 +64,8 @@ def export_checkpoint(
         overwrite: replace an existing bundle at `output`.
         verify: compare every weight with the checkpoint and every golden with ONNX Runtime before the bundle appears.
         threads: for the verification, 0 for one per core.
+        lags: how many of the latest tokens the step graph mixes by itself, a power of two; more of them make a step
+            slower and the work beside it less.
         progress: called with what is being done, done and total.
 
     Raises:
@@ -75,6 +77,8 @@ def export_checkpoint(
     if opset not in OPSETS:
         raise InputError(f"--opset must be from {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
     check_threads(threads)
+    if lags < 2 or lags & (lags - 1):
+        raise InputError(f"export: lags must be a power of two of at least 2, found {lags}")
     source, target = checkpoint_folder(checkpoint), Path(output)
     check_target(target, overwrite=overwrite)
     report = progress or (lambda what, done, total: None)
@@ -89,19 +93,23 @@ def export_checkpoint(
                 model, lambda what, done, total: report(f"recording goldens: {what}", done, total)
             )
             safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
-            report("tracing the graph", 0, 1)
-            graph = trace_forward(model, mixing, opset)
-            report("writing weights and graph", 0, 1)
-            weights.write_weights(graph, stage)
-            weights.refer_to_weights(graph, stage)
-            ir.save(graph, stage / GRAPH_FILE)
-            verification.check_graph(stage / GRAPH_FILE)
+            graphs: dict[str, GraphSpec] = {}
+            for index, name in enumerate(GRAPHS):
+                report(f"tracing the graphs: {name}", index, len(GRAPHS))
+                graph = trace(model, name, mixing, opset, lags=lags)
+                if name == "forward":
+                    weights.write_weights(graph, stage)
+                weights.refer_to_weights(graph, stage)
+                file = f"{name}.onnx"
+                ir.save(graph, stage / file)
+                verification.check_graph(stage / file)
+                graphs[name] = _describe(graph, file, opset, mixing)
             if tokenizer is not None:
                 shutil.copyfile(tokenizer, stage / TOKENIZER_FILE)
             manifest = Manifest(
                 config=model.config.to_dict(),
                 precision="float32",
-                graphs={"forward": _describe(graph, GRAPH_FILE, opset, mixing)},
+                graphs=graphs,
                 weights=weights.WEIGHTS_FILE,
                 golden=Golden(
                     GOLDEN_FILE, f"PyTorch {torch.__version__} float32", tuple(recorded.cases), tuple(recorded.greedy)
@@ -112,7 +120,7 @@ def export_checkpoint(
                 source=_source(source),
             )
             (stage / MANIFEST_FILE).write_text(_with_files(manifest, stage).to_json(), encoding="utf-8")
-            found = verification.verify(model, stage, GRAPH_FILE, threads=threads, progress=report) if verify else None
+            found = verification.verify(model, stage, threads=threads, progress=report) if verify else None
             card = model_card(
                 model.config,
                 model.num_parameters(),

@@ -1,14 +1,21 @@
-"""The module that is traced into the forward graph: the reference model's wiring with weights laid out for ONNX.
+"""The modules that are traced into graphs: the reference model's wiring with weights laid out for ONNX.
 
 Linear weights are kept as [in, out], so that a MatMul reads them as they lie in the file and no Transpose is needed;
 `LAYOUTS` states each change of layout together with its inverse, which is what makes a bundle's weights comparable,
 value by value, with the checkpoint they came from.
+
+Three wirings of the same weights: `ForwardGraph` reads whole sequences, `ExtendGraph` a chunk that continues them,
+`StepGraph` one token. What passes between them is the decode state (docs/decoding.md); `ConvolveGraph` has no weights
+and brings the mixing of tokens that lie far apart up to date.
+
+Symbols: B batch, L length, P positions, V vocabulary, D width, H heads, Dh = D / H, K taps, W window, M lags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -69,9 +76,6 @@ class _Taps(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.conv_kernel, config.hidden_size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return operators.depthwise_causal_conv(x, self.weight)
-
 
 class _PerHeadLinear(nn.Module):
     def __init__(self, config: CaracalConfig) -> None:
@@ -80,14 +84,30 @@ class _PerHeadLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.hidden_size)) if config.use_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = operators.grouped_linear(x, self.weight)
+        linear = operators.grouped_linear if x.dim() == 3 else operators.grouped_linear_step
+        y = linear(x, self.weight)
         return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """What the layers of one pass over [B, L] tokens share.
+
+    `valid` [B, L, 1] is 1 at tokens and 0 at padding; `lengths` [B] counts the tokens; `starts` [B] the tokens before
+    them, None where a sequence begins; `past` hands out the state's tensors in the order of `state_names`.
+    """
+
+    valid: Tensor
+    lengths: Tensor
+    starts: Tensor | None
+    past: Iterator[Tensor]
 
 
 class _MultiHeadFourier(nn.Module):
     def __init__(self, config: CaracalConfig) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.layer_norm_eps
+        self.taps = config.conv_kernel
         self.input_norm = nn.LayerNorm(width, eps) if config.norm_before_conv else nn.Identity()
         self.pre_conv = _Taps(config)
         self.norm = nn.LayerNorm(width, eps)
@@ -96,13 +116,46 @@ class _MultiHeadFourier(nn.Module):
         self.gate_conv = _PerHeadLinear(config)
         self.out_proj = _Linear(width, width, config.use_bias)
 
-    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
-        n = self.norm(self.pre_conv(self.input_norm(x)))
+    def forward(self, x: Tensor, sequence: _Sequence) -> tuple[Tensor, list[Tensor]]:
+        """[B, L, D] -> the branch's output and the state after it."""
+        past = sequence.past
+        x = self.input_norm(x)
+        if sequence.starts is None:
+            padded = operators.zeros_before(x, self.taps - 1)
+        else:
+            pending, lag_v, lag_g = next(past), next(past), next(past)
+            padded = torch.cat((next(past), x), dim=1) if self.taps > 1 else x
+        v, g = self._streams(operators.depthwise_conv(padded, self.pre_conv.weight))
         # Padding cannot reach earlier positions in exact arithmetic, but a transform's rounding grows with all of its
         # input: without this a short row in a long batch would lose digits to what stands in its padding.
-        v = self.value_proj(n) * valid
-        g = self.gate_conv(F.silu(self.gate_proj(n))) * valid
-        return self.out_proj(operators.causal_conv(v, g))
+        v, g = v * sequence.valid, g * sequence.valid
+        if sequence.starts is None:
+            y, mixed = operators.convolve(v, g)
+        else:
+            y, mixed = operators.convolve_pairs(v, lag_g, g, lag_v, True)
+            y = pending + y
+        state = [v, g, mixed]
+        if self.taps > 1:
+            state.append(_tail(padded, sequence.lengths, self.taps - 1))
+        return self.out_proj(y), state
+
+    def step(self, x: Tensor, past: Iterator[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """[B, D] -> the branch's output and the state after it."""
+        x = self.input_norm(x)
+        pending, first_v, first_g = next(past), next(past), next(past)
+        recent_v, recent_g, lag_v, lag_g = next(past), next(past), next(past), next(past)
+        padded = torch.cat((next(past), x[:, None]), dim=1) if self.taps > 1 else x[:, None]  # (B, K, D)
+        v, g = self._streams((padded * self.pre_conv.weight).sum(1))
+        recent = (recent_v * lag_g + recent_g * lag_v).sum(0)  # over the M slots
+        y = pending + recent + v * first_g + g * first_v
+        state = [v, g]
+        if self.taps > 1:
+            state.append(padded[:, 1:])
+        return self.out_proj(y), state
+
+    def _streams(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        n = self.norm(x)
+        return self.value_proj(n), self.gate_conv(F.silu(self.gate_proj(n)))
 
 
 class _SlidingWindowAttention(nn.Module):
@@ -116,10 +169,29 @@ class _SlidingWindowAttention(nn.Module):
         self.v_proj = _Linear(width, width, config.use_bias)
         self.out_proj = _Linear(width, width, config.use_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sequence: _Sequence) -> tuple[Tensor, list[Tensor]]:
+        """[B, L, D] -> the branch's output and the state after it."""
         n = self.norm(x)
         q, k, v = self.q_proj(n), self.k_proj(n), self.v_proj(n)
-        return self.out_proj(operators.sliding_window_attention(q, k, v, self.heads, self.window))
+        if sequence.starts is None:
+            y = operators.sliding_window_attention(q, k, v, self.heads, self.window)
+            k, v = operators.zeros_before(k, self.window), operators.zeros_before(v, self.window)
+        else:
+            k, v = torch.cat((next(sequence.past), k), dim=1), torch.cat((next(sequence.past), v), dim=1)
+            y = operators.chunk_attention(q, k, v, sequence.starts, self.heads, self.window)
+        state = [_tail(k, sequence.lengths, self.window), _tail(v, sequence.lengths, self.window)]
+        return self.out_proj(y), state
+
+    def step(self, x: Tensor, mask: Tensor, past: Iterator[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """[B, D] -> the branch's output and the state after it."""
+        n = self.norm(x)
+        q, k, v = self.q_proj(n), self.k_proj(n), self.v_proj(n)
+        return self.out_proj(operators.ring_attention(q, k, v, next(past), next(past), mask)), [k, v]
+
+
+def _tail(padded: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """The last `count` rows before and of each row's tokens: [B, count + L, D] -> [B, count, D]."""
+    return operators.gather_positions(padded, operators.tail_positions(lengths, count))
 
 
 class _FeedForward(nn.Module):
@@ -145,19 +217,25 @@ class _Block(nn.Module):
         self.swa = _SlidingWindowAttention(config) if layer_type != MHF else None
         self.ffn = _FeedForward(config)
 
-    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sequence: _Sequence) -> tuple[Tensor, list[Tensor]]:
+        mixer = self.mhf if self.mhf is not None else self.swa
+        assert mixer is not None
+        y, state = mixer(x, sequence)
+        x = x + y
+        return x + self.ffn(x), state
+
+    def step(self, x: Tensor, mask: Tensor, past: Iterator[Tensor]) -> tuple[Tensor, list[Tensor]]:
         if self.mhf is not None:
-            x = x + self.mhf(x, valid)
-        if self.swa is not None:
-            x = x + self.swa(x)
-        return x + self.ffn(x)
+            y, state = self.mhf.step(x, past)
+        else:
+            assert self.swa is not None
+            y, state = self.swa.step(x, mask, past)
+        x = x + y
+        return x + self.ffn(x), state
 
 
-class ForwardGraph(nn.Module):
-    """`input_ids` [B, L], `lengths` [B], `logit_positions` [B, P] (all int64) -> logits [B, P, V] (float32).
-
-    Rows are padded on the right; `lengths` says how many tokens of each are real.
-    """
+class _Weights(nn.Module):
+    """The parameters, which all graphs but `ConvolveGraph` share."""
 
     def __init__(self, config: CaracalConfig) -> None:
         super().__init__()
@@ -169,18 +247,97 @@ class ForwardGraph(nn.Module):
         )
 
     @classmethod
-    def from_reference(cls, model: nn.Module, config: CaracalConfig) -> ForwardGraph:
+    def from_reference(cls, model: nn.Module, config: CaracalConfig) -> Self:
         """The graph module with a reference model's weights, strictly one for one."""
         with torch.device("meta"):
             graph = cls(config)
         graph.load_state_dict(dict(graph_state(model, config)), strict=True, assign=True)
         return graph.eval().requires_grad_(False)
 
-    def forward(self, input_ids: Tensor, lengths: Tensor, logit_positions: Tensor) -> Tensor:
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return operators.tied_head(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
+
+    def _read(self, input_ids: Tensor, sequence: _Sequence, logit_positions: Tensor) -> tuple[Tensor, ...]:
+        x = self.embed_tokens(input_ids)
+        state: list[Tensor] = []
+        for block in self.blocks:
+            x, present = block(x, sequence)
+            state += present
+        return (self._logits(operators.gather_positions(x, logit_positions)), *state)
+
+
+class ForwardGraph(_Weights):
+    """`input_ids` [B, L], `lengths` [B], `logit_positions` [B, P] (all int64) -> logits [B, P, V], state (float32).
+
+    Rows are padded on the right; `lengths` says how many tokens of each are real. The state's tensors are those of
+    `state_names(config, "forward")`.
+    """
+
+    def forward(self, input_ids: Tensor, lengths: Tensor, logit_positions: Tensor) -> tuple[Tensor, ...]:
         """See the class."""
         valid = operators.valid_positions(input_ids, lengths)
+        return self._read(input_ids, _Sequence(valid, lengths, None, iter(())), logit_positions)
+
+
+class ExtendGraph(_Weights):
+    """As `ForwardGraph` for a chunk that continues sequences: also `starts` [B], the tokens before it, and the state.
+
+    `past` holds the tensors of `state_names(config, "extend")`.
+    """
+
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor, logit_positions: Tensor, starts: Tensor, past: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """See the class."""
+        valid = operators.valid_positions(input_ids, lengths)
+        return self._read(input_ids, _Sequence(valid, lengths, starts, iter(past)), logit_positions)
+
+
+class StepGraph(_Weights):
+    """One token per row: `input_ids` [B] (int64), `window_mask` [B, W], state -> logits [B, V], state (float32)."""
+
+    def forward(self, input_ids: Tensor, window_mask: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """See the class."""
         x = self.embed_tokens(input_ids)
+        tensors, state = iter(past), []
         for block in self.blocks:
-            x = block(x, valid)
-        x = self.norm(operators.gather_positions(x, logit_positions))
-        return operators.tied_head(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
+            x, present = block.step(x, window_mask, tensors)
+            state += present
+        return (self._logits(x), *state)
+
+
+class ConvolveGraph(nn.Module):
+    """The mixing of a block of U tokens with K lags: v_block * g_lags + g_block * v_lags, [R, U + K, D] (float32).
+
+    `v_block`, `g_block`: [R, U, D]; `v_lags`, `g_lags`: [R, K, D] with K >= U. Rows and channels are independent.
+    """
+
+    def forward(self, v_block: Tensor, g_block: Tensor, v_lags: Tensor, g_lags: Tensor) -> Tensor:
+        """See the class."""
+        return operators.convolve_pairs(v_block, g_lags, g_block, v_lags, False)[1]
+
+
+def state_names(config: CaracalConfig, graph: str) -> list[str]:
+    """Names, within a layer's state, of what `extend` or `step` take, or what `forward`, `extend` or `step` give.
+
+    Args:
+        config: the model's.
+        graph: `forward` (also what `extend` gives), `extend` (takes), `step` (takes) or `step gives`.
+
+    Returns:
+        `<layer>.<tensor>` in the order in which the graph has them.
+    """
+    conv = ["conv"] if config.conv_kernel > 1 else []
+    mhf, swa = {
+        "forward": (["v", "g", "mixed", *conv], ["keys", "values"]),
+        "extend": (["pending", "lag_v", "lag_g", *conv], ["keys", "values"]),
+        "step": (
+            ["pending", "first_v", "first_g", "recent_v", "recent_g", "lag_v", "lag_g", *conv],
+            ["keys", "values"],
+        ),
+        "step gives": (["v", "g", *conv], ["key", "value"]),
+    }[graph]
+    return [
+        f"{layer}.{tensor}" for layer, kind in enumerate(config.layer_types) for tensor in (mhf if kind == MHF else swa)
+    ]

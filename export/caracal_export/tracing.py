@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
@@ -14,7 +15,7 @@ from caracal_runtimes.errors import InputError
 
 from caracal import CaracalConfig, CaracalModel
 from caracal_export import passes
-from caracal_export.graph_model import ForwardGraph
+from caracal_export.graph_model import ConvolveGraph, ExtendGraph, ForwardGraph, StepGraph, state_names
 from caracal_export.lowerings import translation_table
 
 TRACED_OPSET = 18
@@ -23,32 +24,38 @@ OPSETS = range(17, 24)
 _IR_VERSIONS = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11}
 
 
-def trace_forward(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
-    """Traces the forward graph: `input_ids` [batch, length], `lengths` [batch], `logit_positions` [batch, positions] -> `logits`.
+#: How many of the latest tokens a step mixes by itself; older ones come in blocks of half as many and more.
+LAGS = 64
+
+
+def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int = LAGS) -> ir.Model:
+    """Traces one of the graphs of a bundle.
 
     Args:
         model: float32, in eval mode.
+        name: one of `GRAPHS`; `docs/bundle-format.md` has their inputs and outputs.
         mixing: `matmul` or `dft`.
         opset: within `OPSETS`.
+        lags: M of the step graph, a power of two.
 
     Returns:
         A graph in which batch, length and positions are symbolic, named after the modules it came from.
     """
-    config: CaracalConfig = model.config
-    graph = ForwardGraph.from_reference(model, config)
-    example = tuple(torch.zeros(*shape, dtype=torch.int64) for shape in ((2, 5), (2,), (2, 3)))
-    shapes = {
-        "input_ids": {0: "batch", 1: "length"},
-        "lengths": {0: "batch"},
-        "logit_positions": {0: "batch", 1: "positions"},
-    }
+    module, inputs, outputs = _TRACED[name](model, lags)
+    arguments, shapes = [], []
+    for entry in inputs:
+        tensors = [tensor.example() for tensor in entry] if isinstance(entry, list) else entry.example()
+        axes = [tensor.axes() for tensor in entry] if isinstance(entry, list) else entry.axes()
+        arguments.append(tensors)
+        shapes.append(axes)
+    names = [tensor.name for entry in inputs for tensor in (entry if isinstance(entry, list) else [entry])]
     with _quiet():
         program = torch.onnx.export(
-            graph,
-            example,
-            input_names=list(shapes),
-            output_names=["logits"],
-            dynamic_shapes=shapes,
+            module,
+            tuple(arguments),
+            input_names=names,
+            output_names=outputs,
+            dynamic_shapes=tuple(shapes),
             custom_translation_table=translation_table(mixing),
             opset_version=TRACED_OPSET,
             dynamo=True,
@@ -58,10 +65,96 @@ def trace_forward(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
     assert program is not None
     traced = program.model
     passes.clean(traced)
-    traced.graph.name = "forward"
+    traced.graph.name = name
     traced.ir_version = _IR_VERSIONS[TRACED_OPSET]
     traced.producer_name, traced.producer_version = "caracal-onnx", None
     return retarget(traced, opset)
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An input of a graph: a size per axis, those in `_EXAMPLES` symbolic."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype = torch.float32
+
+    def example(self) -> torch.Tensor:
+        """Zeros of the example's sizes."""
+        sizes = [size if isinstance(size, int) else _EXAMPLES[size] for size in self.shape]
+        return torch.zeros(sizes, dtype=self.dtype)
+
+    def axes(self) -> dict[int, str]:
+        return {axis: size for axis, size in enumerate(self.shape) if isinstance(size, str)}
+
+
+# Sizes of the example that is traced; none of them may show in a graph.
+_EXAMPLES = {"batch": 2, "length": 5, "positions": 3, "rows": 2, "block": 5, "lags": 7, "channels": 6}
+_Inputs = list["_Input | list[_Input]"]
+
+
+def _reading(config: CaracalConfig) -> _Inputs:
+    return [
+        _Input("input_ids", ("batch", "length"), torch.int64),
+        _Input("lengths", ("batch",), torch.int64),
+        _Input("logit_positions", ("batch", "positions"), torch.int64),
+    ]
+
+
+def _forward(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs, list[str]]:
+    config = model.config
+    outputs = ["logits", *(f"present.{name}" for name in state_names(config, "forward"))]
+    return ForwardGraph.from_reference(model, config), _reading(config), outputs
+
+
+def _extend(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs, list[str]]:
+    config = model.config
+    shapes = _carried(config) | dict.fromkeys(("pending", "lag_v", "lag_g"), ("batch", "length", config.hidden_size))
+    inputs = [*_reading(config), _Input("starts", ("batch",), torch.int64), _past(config, "extend", shapes)]
+    outputs = ["logits", *(f"present.{name}" for name in state_names(config, "forward"))]
+    return ExtendGraph.from_reference(model, config), inputs, outputs
+
+
+def _step(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs, list[str]]:
+    config = model.config
+    width, heads, window = config.hidden_size, config.num_attention_heads, config.sliding_window
+    shapes = _carried(config)
+    shapes |= dict.fromkeys(("pending", "first_v", "first_g"), ("batch", width))
+    shapes |= dict.fromkeys(("recent_v", "recent_g", "lag_v", "lag_g"), (lags, "batch", width))
+    shapes |= {"keys": ("batch", heads, config.head_dim, window), "values": ("batch", heads, window, config.head_dim)}
+    inputs: _Inputs = [
+        _Input("input_ids", ("batch",), torch.int64),
+        _Input("window_mask", ("batch", window)),
+        _past(config, "step", shapes),
+    ]
+    outputs = ["logits", *(f"present.{name}" for name in state_names(config, "step gives"))]
+    return StepGraph.from_reference(model, config), inputs, outputs
+
+
+def _convolve(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs, list[str]]:
+    block, lag = ("rows", "block", "channels"), ("rows", "lags", "channels")
+    inputs: _Inputs = [
+        _Input("v_block", block),
+        _Input("g_block", block),
+        _Input("v_lags", lag),
+        _Input("g_lags", lag),
+    ]
+    return ConvolveGraph().eval(), inputs, ["mixed"]
+
+
+def _carried(config: CaracalConfig) -> dict[str, tuple[int | str, ...]]:
+    """Shapes of what every graph hands on as it lies: the convolution's last inputs, the attention's last rows."""
+    rows = dict.fromkeys(("keys", "values"), ("batch", config.sliding_window, config.hidden_size))
+    return {"conv": ("batch", config.conv_kernel - 1, config.hidden_size), **rows}
+
+
+def _past(config: CaracalConfig, graph: str, shapes: dict[str, tuple[int | str, ...]]) -> list[_Input]:
+    return [_Input(f"past.{name}", shapes[name.partition(".")[2]]) for name in state_names(config, graph)]
+
+
+_TRACED = {"forward": _forward, "extend": _extend, "step": _step, "convolve": _convolve}
+#: The graphs of a bundle.
+GRAPHS = tuple(_TRACED)
 
 
 def retarget(model: ir.Model, opset: int) -> ir.Model:
@@ -77,7 +170,7 @@ def retarget(model: ir.Model, opset: int) -> ir.Model:
     if opset < TRACED_OPSET:
         for node in model.graph:
             if node.op_type == "Split":
-                del node.attributes["num_outputs"]  # opset 17 splits evenly over the outputs there are
+                node.attributes.pop("num_outputs", None)  # opset 17 splits evenly over the outputs there are
         model.graph.opset_imports[""] = opset
         return model
     weights = {name: value.const_value for name, value in model.graph.initializers.items()}

@@ -123,19 +123,27 @@ class Bundle:
             threads: intra-op threads, 0 for one per core that this process may use.
             ep_options: options for the provider.
         """
+        from caracal_runtimes.decode_graphs import DecodeGraphs
         from caracal_runtimes.model import CausalLM
+        from caracal_runtimes.session import Session, SharedWeights
 
-        graph = self.manifest.graphs["forward"]
-        self._check_external_data(graph.file)
+        graphs = self.manifest.graphs
+        for graph in graphs.values():
+            self._check_external_data(graph.file)
+        weights = SharedWeights(self.file(self.manifest.weights))
+
+        def open_session(graph: str, *, packed: bool = False) -> Session:
+            # The convolution has no weights to share.
+            shared = None if packed or graph == "convolve" else weights
+            return Session(self.file(graphs[graph].file), ep, threads=threads, ep_options=ep_options, weights=shared)
+
+        spec = self.manifest.model
         return CausalLM(
-            self.file(graph.file),
-            self.manifest.model,
-            ep,
-            mixing=graph.mixing,
+            DecodeGraphs(spec, graphs, open_session),
+            mixing=graphs["forward"].mixing,
+            bundle_id=self.id(),
             load_tokenizer=self.tokenizer,
             has_tokenizer=self.manifest.tokenizer is not None,
-            threads=threads,
-            ep_options=ep_options,
         )
 
     def _check_external_data(self, graph: str) -> None:

@@ -1,7 +1,7 @@
 """How the logits of the next token are obtained, row by row: the seam between generation and the graphs.
 
 `Recompute` runs the whole forward pass for every token. It needs nothing but the forward graph and is the reference for
-any decoder that keeps a state: both answer the same calls.
+`Stateful`, whose tokens cost about the same at any context length (docs/decoding.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from caracal_runtimes import decode_state
+from caracal_runtimes.decode_graphs import DecodeGraphs
+from caracal_runtimes.decode_state import Row
 from caracal_runtimes.forward import ForwardPass
+from caracal_runtimes.step_batch import StepBatch
 
 
 class Decoder(Protocol):
@@ -47,3 +51,64 @@ class Recompute:
         last = np.asarray([[len(row) - 1] for row in rows])
         logits: NDArray[np.float32] = self._model.forward(rows, last)[:, 0]
         return logits
+
+
+class Stateful:
+    """A decoder that keeps the state of every row.
+
+    Args:
+        graphs: of a bundle.
+        chunk: tokens that one pass over prompts reads at most; bounds its memory. Rounded down to a power of two, and
+            never below the step graph's M.
+    """
+
+    def __init__(self, graphs: DecodeGraphs, chunk: int = decode_state.CHUNK) -> None:
+        self._graphs, self._chunk = graphs, chunk
+        self._rows: list[Row] = []
+        self._batch: StepBatch | None = None
+        self._members: list[int] = []  # rows of the batch
+
+    def prefill(self, rows: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """See `Decoder`."""
+        self._batch, self._members = None, []
+        self._rows, logits = decode_state.begin(self._graphs, rows, self._chunk)
+        return logits
+
+    def step(self, rows: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float32]:
+        """See `Decoder`. The logits are valid until the next call."""
+        if self._batch is None or self._members != list(rows):
+            self._rest()
+            self._members = list(rows)
+            self._batch = StepBatch(self._graphs, [self._rows[row] for row in rows])
+        return self._batch.step(tokens)
+
+    def extend(self, row: int, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Appends several tokens to one row at once; returns the logits after the last, [V]."""
+        self._rest()
+        return decode_state.extend(self._graphs, self._rows[row], tokens, self._chunk)
+
+    def rows(self) -> list[Row]:
+        """The rows at rest."""
+        self._rest()
+        return self._rows
+
+    def adopt(self, rows: Sequence[Row]) -> None:
+        """Goes on with these rows."""
+        self._batch, self._members, self._rows = None, [], list(rows)
+
+    def copy(self) -> Stateful:
+        """A decoder that continues independently from here."""
+        other = Stateful(self._graphs, self._chunk)
+        other.adopt([row.copy() for row in self.rows()])
+        return other
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state that this decoder holds."""
+        batch = 0 if self._batch is None else self._batch.bytes
+        return batch + sum(row.bytes for row in self._rows)
+
+    def _rest(self) -> None:
+        if self._batch is not None:
+            self._batch.leave()
+        self._batch, self._members = None, []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,31 +20,21 @@ class ForwardPass:
     """A loaded forward graph.
 
     Args:
-        graph: the `.onnx` file; its weights lie beside it.
+        session: of the forward graph.
         spec: sizes of the model.
         mixing: how the graph computes the transform, `matmul` or `dft`.
-        ep, threads, ep_options: see `Session`.
     """
 
-    def __init__(
-        self,
-        graph: Path,
-        spec: ModelSpec,
-        ep: str = "cpu",
-        *,
-        mixing: str = "matmul",
-        threads: int = 0,
-        ep_options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, session: Session, spec: ModelSpec, *, mixing: str = "matmul") -> None:
         self.spec, self.mixing = spec, mixing
         self._granted = 0
-        self._session = Session(graph, ep, threads=threads, ep_options=ep_options)
-        self.ep, self.threads = self._session.ep, self._session.threads
-        found = self._session.input_names()
+        self._session = session
+        self.ep, self.threads = session.ep, session.threads
+        found = session.input_names()
         if set(found) != set(INPUTS):
             raise BundleError(
-                f"{graph.name} takes {', '.join(found)}, expected {', '.join(INPUTS)}; it was written by another version or "
-                f"is another graph, export the checkpoint again"
+                f"{session.name} takes {', '.join(found)}, expected {', '.join(INPUTS)}; it was written by another "
+                f"version or is another graph, export the checkpoint again"
             )
 
     def forward(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from caracal_runtimes.decoding import Recompute
+from caracal_runtimes.decoding import Decoder
 from caracal_runtimes.errors import InputError
-from caracal_runtimes.forward import ForwardPass, token_ids
+from caracal_runtimes.forward import token_ids
+from caracal_runtimes.manifest import ModelSpec
 from caracal_runtimes.sampling import Generator, SamplingOptions, next_token
 from caracal_runtimes.text import StopMatcher, TextStream
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 StopReason = Literal["length", "stop_id", "stop_string"]
+OnText = Callable[[int, str], None]
+OnToken = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
@@ -37,63 +41,89 @@ class Generated:
     stopped_by: StopReason
 
 
-def generate(
-    model: ForwardPass,
+@dataclass(frozen=True)
+class StopRule:
+    """What ends a row: one of `ids`, one of `strings` (which need a tokenizer), or `max_new_tokens`.
+
+    Raises:
+        InputError: no ids, strings, or a number of tokens below 1.
+    """
+
+    max_new_tokens: int
+    ids: frozenset[int]
+    strings: tuple[str, ...] = ()
+
+    @classmethod
+    def make(
+        cls, spec: ModelSpec, max_new_tokens: object, stop: Sequence[str], stop_ids: Iterable[int] | None
+    ) -> StopRule:
+        """Checks what a user asked for; the model's `eos_token_id` where `stop_ids` is None."""
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InputError(f"--max-new-tokens must be an integer of at least 1, found {max_new_tokens!r}")
+        if stop_ids is None:
+            stop_ids = () if spec.eos_token_id is None else (spec.eos_token_id,)
+        ids = token_ids("stop_ids", stop_ids)
+        check_ids("stop_ids", ids, spec.vocab_size)
+        StopMatcher(stop)  # refuses what is no text
+        return cls(max_new_tokens, frozenset(ids), tuple(stop))
+
+
+@dataclass
+class Progress:
+    """What rows are at between two calls: everything but the decoder's state.
+
+    `logits` [B, V] come after the last token that the decoder has; `unread` are tokens that were chosen since.
+    """
+
+    contexts: list[list[int]]
+    logits: NDArray[np.float32]
+    unread: list[list[int]] = field(default_factory=list)
+    generators: list[Generator] = field(default_factory=list)
+    seed: int | None = None
+
+
+def write(
+    decoder: Decoder,
+    progress: Progress,
     tokenizer: Tokenizer | None,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int = 128,
-    options: SamplingOptions | None = None,
-    stop: Sequence[str] = (),
-    stop_ids: Iterable[int] | None = None,
-    on_text: Callable[[int, str], None] | None = None,
-    on_token: Callable[[int, int, float], None] | None = None,
+    rule: StopRule,
+    options: SamplingOptions,
+    on_text: OnText | None = None,
+    on_token: OnToken | None = None,
 ) -> list[Generated]:
-    """Continues one or several prompts.
+    """Continues rows until each one stops.
 
     Args:
-        model: a loaded forward graph.
-        tokenizer: reads and writes text; without one only ids go in and out.
-        prompts: a text, a list of ids, or a list of either. Rows of a batch are sampled from streams of their own, so a
-            row's text does not depend on its neighbours.
-        max_new_tokens: at least 1.
-        options: how to sample; the default samples at temperature 1.
-        stop: strings that end a row; they are not part of its text. They need a tokenizer.
-        stop_ids: ids that end a row; the model's `eos_token_id` when None.
+        decoder: has read the contexts but for `progress.unread`, each of which has at most one token.
+        progress: updated in place. Rows are sampled from streams of their own, which go on where the seed is the same.
+        tokenizer: writes text; without one only ids come out.
+        rule: when a row ends.
+        options: how to sample.
         on_text: called with row and newly completed text, as soon as it cannot change any more.
         on_token: called with row, id and log-probability of each token.
 
     Raises:
-        InputError: an empty prompt, ids outside the vocabulary, options out of range, or more than memory allows.
         NumericError: the model's logits are not finite.
     """
-    options = options or SamplingOptions()
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens must be an integer of at least 1, found {max_new_tokens!r}")
-    rows = _encode(tokenizer, prompts, model.spec.vocab_size)
-    vocab_size = model.spec.vocab_size
-    _check_ids("logit_bias", options.logit_bias, vocab_size)
-    if stop_ids is None:
-        stop_ids = () if model.spec.eos_token_id is None else (model.spec.eos_token_id,)
-    stops = token_ids("stop_ids", stop_ids)
-    _check_ids("stop_ids", stops, vocab_size)
-    ends = frozenset(stops)
-    # Fail before the first token rather than after a thousand.
-    model.check(len(rows), max(map(len, rows)) + max_new_tokens, 1)
-
-    states = [_Row(ids, Generator(options.seed, index), tokenizer, stop) for index, ids in enumerate(rows)]
-    decoder = Recompute(model)
-    logits = decoder.prefill(rows)
+    if progress.seed != options.seed:
+        progress.generators = [Generator(options.seed, row) for row in range(len(progress.contexts))]
+        progress.seed = options.seed
+    rows = [
+        _Row(context, generator, tokenizer, rule.strings)
+        for context, generator in zip(progress.contexts, progress.generators, strict=True)
+    ]
     active = list(range(len(rows)))
+    _read_unread(decoder, progress, active)
     while True:
         still_active: list[int] = []
-        for row, scores in zip(active, logits, strict=True):
-            state = states[row]
-            token, logprob = next_token(scores, state.context, options, state.generator)
-            text = state.push(token, logprob, ends)
+        for row in active:
+            state = rows[row]
+            token, logprob = next_token(progress.logits[row], state.context, options, state.generator)
+            text = state.push(token, logprob, rule.ids)
+            progress.unread[row].append(token)
             if on_token is not None:
                 on_token(row, token, logprob)
-            if len(state.ids) == max_new_tokens and state.stopped_by is None:
+            if len(state.ids) == rule.max_new_tokens and state.stopped_by is None:
                 state.stopped_by = "length"
             if state.stopped_by is not None:
                 text += state.finish()
@@ -103,16 +133,26 @@ def generate(
                 still_active.append(row)
         active = still_active
         if not active:
-            return [state.result() for state in states]
-        logits = decoder.step(active, [states[row].ids[-1] for row in active])
+            return [state.result() for state in rows]
+        _read_unread(decoder, progress, active)
+
+
+def _read_unread(decoder: Decoder, progress: Progress, rows: Sequence[int]) -> None:
+    """Feeds the decoder the tokens that it has not read yet, and takes the logits after them."""
+    waiting = [row for row in rows if progress.unread[row]]
+    if waiting:
+        logits = decoder.step(waiting, [progress.unread[row][0] for row in waiting])
+        progress.logits[waiting] = logits
+        for row in waiting:
+            progress.unread[row].clear()
 
 
 class _Row:
     """One row of a batch while it grows."""
 
     def __init__(self, prompt: list[int], generator: Generator, tokenizer: Any, stop: Sequence[str]) -> None:
-        self.prompt = prompt
-        self.context = list(prompt)
+        self.prompt = list(prompt)
+        self.context = prompt  # shared with whoever continues the row
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.generator = generator
@@ -155,7 +195,18 @@ class _Row:
         return Generated(self.prompt, self.ids, self.logprobs, text, self.stopped_by)
 
 
-def _encode(tokenizer: Tokenizer | None, prompts: Any, vocab_size: int) -> list[list[int]]:
+def encode(tokenizer: Tokenizer | None, prompts: Any, vocab_size: int, *, opening: bool = True) -> list[list[int]]:
+    """Prompts as rows of ids: a text, a list of ids, or a list of either.
+
+    Args:
+        tokenizer: reads texts.
+        prompts: at least one, none of them empty.
+        vocab_size: ids are below it.
+        opening: texts begin a sequence, so that the tokenizer's special tokens are added.
+
+    Raises:
+        InputError: no prompt, an empty one, a text without a tokenizer, ids that are none.
+    """
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
     if isinstance(prompts, str) or (
@@ -175,17 +226,18 @@ def _encode(tokenizer: Tokenizer | None, prompts: Any, vocab_size: int) -> list[
                 prompt.encode("utf-8")
             except UnicodeEncodeError:
                 raise InputError("prompt: expected text, found bytes that are not UTF-8") from None
-            ids = [int(i) for i in tokenizer.encode(prompt).ids]
+            ids = [int(i) for i in tokenizer.encode(prompt, add_special_tokens=opening).ids]
         else:
             ids = token_ids("prompt", prompt)
         if not ids:
             raise InputError("prompt: expected at least one token id, found none")
-        _check_ids("prompt", ids, vocab_size)
+        check_ids("prompt", ids, vocab_size)
         rows.append(ids)
     return rows
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raises InputError for an id outside the vocabulary."""
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise InputError(f"{name}: ids must be from 0 to {vocab_size - 1}, found {token!r}")

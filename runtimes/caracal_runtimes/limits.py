@@ -6,16 +6,21 @@ memory is killed without a word; both are refused here, with the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caracal_runtimes.errors import InputError, LimitError
-from caracal_runtimes.manifest import ModelSpec
+from caracal_runtimes.manifest import MHF, ModelSpec
 
 MAX_ELEMENTS = 2**31 - 1
+#: Tokens of one sequence; the transforms' indices are 32-bit integers.
+MAX_CONTEXT = 2**24
 _FLOAT = 4
+# History, what is pending, and the pieces in between, over the bytes of v and g; measured at most 1.6.
+_STATE_FACTOR = 2.0
 
 
 def largest_tensors(
@@ -54,7 +59,8 @@ def forward_bytes(model: ModelSpec, batch: int, length: int, positions: int, mix
     not run at the same time, because the runtime's arena keeps what one kind of layer asked for.
     """
     sizes = largest_tensors(model, batch, length, positions, mixing)
-    residual = 6 * batch * length * model.hidden_size
+    mhf = len(model.layers(MHF))
+    residual = (6 + 4 * mhf) * batch * length * model.hidden_size  # the decode state goes out with the logits
     transform = 7 * sizes["spectrum [B, 2L, D]"] + 3 * sizes["transform tables"]
     attention = 3 * sizes["attention scores [B, H, L, 2W]"]
     feed_forward = 4 * sizes["feed-forward [B, L, F]"]
@@ -85,6 +91,47 @@ def check_forward(
         raise LimitError(
             f"input too large for memory: {batch} row(s) of {length:,} tokens need about {needed / 1e9:.1f} GB, "
             f"{available / 1e9:.1f} GB are available; use a shorter text or fewer rows"
+        )
+
+
+def state_bytes(model: ModelSpec, tokens: int) -> int:
+    """Estimated bytes of the decode state of one sequence of so many tokens."""
+    streams = 2 * len(model.layers(MHF)) * tokens * model.hidden_size
+    return int(_FLOAT * _STATE_FACTOR * streams)
+
+
+def check_decode(
+    model: ModelSpec, lengths: Sequence[int], new_tokens: int, chunk: int, *, mixing: str = "matmul", granted: int = 0
+) -> None:
+    """Refuses a generation that cannot fit, before its first token rather than after a thousand.
+
+    Args:
+        model, mixing: see `largest_tensors`.
+        lengths: tokens of each row before it.
+        new_tokens: tokens that each row may grow by.
+        chunk: tokens that one pass reads at most.
+        granted: bytes that earlier passes of the same sessions were granted.
+
+    Raises:
+        LimitError: with the numbers.
+    """
+    longest = max(lengths) + new_tokens
+    if longest > MAX_CONTEXT:
+        raise LimitError(
+            f"context too long: {max(lengths):,} tokens and {new_tokens:,} new ones are {longest:,}, at most "
+            f"{MAX_CONTEXT:,} are supported; use a shorter prompt or a smaller --max-new-tokens"
+        )
+    size = min(chunk, max(lengths))
+    rows = max(1, min(len(lengths), chunk // size))
+    check_forward(model, rows, size, rows, mixing=mixing, granted=granted)
+    needed = sum(state_bytes(model, length + new_tokens) for length in lengths)
+    needed += max(0, forward_bytes(model, rows, size, rows, mixing) - granted)
+    available = available_bytes()
+    if available is not None and needed > available:
+        raise LimitError(
+            f"context too long for memory: {len(lengths)} row(s) of up to {longest:,} tokens need about "
+            f"{needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are available; use a shorter prompt, fewer rows, a smaller "
+            f"--max-new-tokens or a smaller --prefill-chunk"
         )
 
 

@@ -16,8 +16,12 @@ from typing import Any
 from caracal_runtimes.errors import BundleError
 
 FORMAT = "caracal-bundle"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
+#: Graphs that every bundle has; `docs/bundle-format.md` states what they take and give.
+GRAPHS = ("forward", "extend", "step", "convolve")
+
+MHF, SWA = "mhf", "sliding_attention"
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DTYPES = ("float32", "int64")
@@ -64,6 +68,12 @@ class ModelSpec:
     sliding_window: int
     bos_token_id: int | None
     eos_token_id: int | None
+    conv_kernel: int
+    layer_types: tuple[str, ...]
+
+    def layers(self, kind: str) -> tuple[int, ...]:
+        """Indices of the layers of a kind, `MHF` or `SWA`."""
+        return tuple(index for index, layer in enumerate(self.layer_types) if layer == kind)
 
 
 @dataclass(frozen=True)
@@ -143,8 +153,9 @@ class Manifest:
             for name, entry in top.children("files")
         }
         graphs = {name: _parse_graph(entry) for name, entry in top.children("graphs")}
-        if "forward" not in graphs:
-            raise BundleError("manifest.graphs must have an entry 'forward'")
+        for name in GRAPHS:
+            if name not in graphs:
+                raise BundleError(f"manifest.graphs must have an entry {name!r}")
         manifest = cls(
             config=top.get("config", dict),
             precision=top.get("precision", str),
@@ -275,13 +286,20 @@ def _parse_model(config: Mapping[str, Any]) -> ModelSpec:
             "num_attention_heads",
             "intermediate_size",
             "sliding_window",
+            "conv_kernel",
         )
     }
+    layer_types = entry.get("layer_types", list)
+    if len(layer_types) != sizes["num_hidden_layers"] or any(kind not in (MHF, SWA) for kind in layer_types):
+        raise BundleError(
+            f"manifest.config.layer_types must name {sizes['num_hidden_layers']} layers, each {MHF!r} or {SWA!r}, found "
+            f"{layer_types!r:.60}"
+        )
     tokens = {key: None if config.get(key) is None else entry.size(key) for key in ("bos_token_id", "eos_token_id")}
     for key, token in tokens.items():
         if token is not None and token >= sizes["vocab_size"]:
             raise BundleError(f"manifest.config.{key} must be below vocab_size = {sizes['vocab_size']}, found {token}")
-    return ModelSpec(**sizes, **tokens)  # type: ignore[arg-type]
+    return ModelSpec(**sizes, **tokens, layer_types=tuple(layer_types))  # type: ignore[arg-type]
 
 
 def _strings(data: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from caracal_runtimes.decode_graphs import DecodeGraphs
+from caracal_runtimes.decode_state import CHUNK
 from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.forward import ForwardPass
-from caracal_runtimes.generation import Generated, Prompts, generate
-from caracal_runtimes.manifest import ModelSpec
+from caracal_runtimes.generation import Generated, OnText, OnToken, Prompts, StopRule, check_ids
+from caracal_runtimes.generation_session import GenerationSession, Source
 from caracal_runtimes.sampling import SamplingOptions
 from caracal_runtimes.scoring import Score, score
 
@@ -22,24 +24,24 @@ class CausalLM(ForwardPass):
     """A loaded bundle, made by `Bundle.model`.
 
     Args:
-        graph, spec, ep, threads, ep_options: see `ForwardPass`.
+        graphs: the bundle's graphs.
+        mixing: how they compute the transform.
+        bundle_id: what a saved state is tied to.
         load_tokenizer: called when text is first read or written; raises what the user should see when it cannot.
         has_tokenizer: whether generated ids can be turned into text.
     """
 
     def __init__(
         self,
-        graph: Path,
-        spec: ModelSpec,
-        ep: str = "cpu",
+        graphs: DecodeGraphs,
         *,
+        mixing: str,
+        bundle_id: str,
         load_tokenizer: Callable[[], Tokenizer],
         has_tokenizer: bool,
-        mixing: str = "matmul",
-        threads: int = 0,
-        ep_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(graph, spec, ep, mixing=mixing, threads=threads, ep_options=ep_options)
+        super().__init__(graphs.session("forward"), graphs.spec, mixing=mixing)
+        self.graphs, self.bundle_id = graphs, bundle_id
         self._load_tokenizer = load_tokenizer
         self.has_tokenizer = has_tokenizer
 
@@ -47,6 +49,14 @@ class CausalLM(ForwardPass):
     def tokenizer(self) -> Tokenizer:
         """The bundle's tokenizer. Raises BundleError when it has none."""
         return self._load_tokenizer()
+
+    def start(self, prompts: Prompts, *, prefill_chunk: int = CHUNK) -> GenerationSession:
+        """Reads prompts into a session that can be continued, forked and saved. See `GenerationSession.start`."""
+        return GenerationSession.start(self._source(), prompts, chunk=prefill_chunk)
+
+    def load_session(self, path: str | Path, *, prefill_chunk: int = CHUNK) -> GenerationSession:
+        """A session that was saved with this bundle. See `GenerationSession.load`."""
+        return GenerationSession.load(self._source(), path, chunk=prefill_chunk)
 
     def generate(
         self,
@@ -56,26 +66,39 @@ class CausalLM(ForwardPass):
         options: SamplingOptions | None = None,
         stop: Sequence[str] = (),
         stop_ids: Iterable[int] | None = None,
-        on_text: Callable[[int, str], None] | None = None,
-        on_token: Callable[[int, int, float], None] | None = None,
+        prefill_chunk: int = CHUNK,
+        on_text: OnText | None = None,
+        on_token: OnToken | None = None,
     ) -> list[Generated]:
-        """Continues one or several prompts. See `caracal_runtimes.generation.generate`."""
-        texts = prompts if isinstance(prompts, (list, tuple)) else (prompts,)
-        needs_text = bool(stop) or any(isinstance(text, str) for text in texts)
-        return generate(
-            self,
-            self.tokenizer if needs_text else self._tokenizer_if_any(),
-            prompts,
+        """Continues one or several prompts: `start` and `GenerationSession.generate` in one, with the same arguments.
+
+        All that can be checked is checked before the prompts are read. Rows of a batch are sampled from streams of their
+        own, so a row's text does not depend on its neighbours.
+
+        Raises:
+            InputError: an empty prompt, ids outside the vocabulary, options out of range, or more than memory allows.
+            NumericError: the model's logits are not finite.
+        """
+        rule = StopRule.make(self.spec, max_new_tokens, stop, stop_ids)
+        check_ids("logit_bias", (options or SamplingOptions()).logit_bias, self.spec.vocab_size)
+        self._tokenizer(needed=bool(rule.strings))
+        session = GenerationSession.start(self._source(), prompts, chunk=prefill_chunk, new_tokens=max_new_tokens)
+        return session.generate(
             max_new_tokens=max_new_tokens,
             options=options,
             stop=stop,
-            stop_ids=stop_ids,
+            stop_ids=rule.ids,
             on_text=on_text,
             on_token=on_token,
         )
 
-    def _tokenizer_if_any(self) -> Tokenizer | None:
+    def _source(self) -> Source:
+        return Source(self.graphs, self.mixing, self.bundle_id, self._tokenizer)
+
+    def _tokenizer(self, needed: bool) -> Tokenizer | None:
         """Ids in and ids out need no tokenizer; without one, or without its library, the result has no text."""
+        if needed:
+            return self.tokenizer
         if not self.has_tokenizer:
             return None
         try:

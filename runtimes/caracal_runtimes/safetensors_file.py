@@ -1,4 +1,4 @@
-"""Reading safetensors with numpy alone, so that a bundle needs no further package.
+"""Reading and writing safetensors with numpy alone, so that a bundle needs no further package.
 
 Format: https://github.com/huggingface/safetensors - 8 bytes header length (little endian), a JSON header
 `{name: {dtype, shape, data_offsets: [begin, end]}}`, then the data. Tensors are mapped, not read.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,27 @@ class SafetensorsFile:
         if entry.dtype == _BFLOAT16:
             return (np.asarray(array, "<u4").reshape(-1) << 16).view("<f4").reshape(entry.shape)
         return array
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    """Writes float32 and int64 tensors as a safetensors file. Raises OSError."""
+    names = {np.dtype("<f4"): "F32", np.dtype("<i8"): "I64"}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    place = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, place + tensor.nbytes],
+        }
+        place += tensor.nbytes
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)  # data that is aligned can be mapped
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little"))
+        file.write(raw)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).data if tensor.size else b"")
 
 
 def _entry(file: str, name: str, value: object, start: int, data_bytes: int) -> TensorEntry:

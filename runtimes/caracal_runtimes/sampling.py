@@ -67,6 +67,16 @@ class Generator:
         row = _COUNT.check("row", row)
         self._state = seed ^ _mix(row * _GAMMA & _MASK)
 
+    @property
+    def state(self) -> int:
+        """The 64 bits from which the stream goes on."""
+        return self._state
+
+    @classmethod
+    def resume(cls, state: int) -> Generator:
+        """The stream that goes on from a `state`."""
+        return cls(state)
+
     def bits(self) -> int:
         """The next output: 64 random bits as an integer from 0 to 2^64 - 1."""
         self._state = (self._state + _GAMMA) & _MASK

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caracal_runtimes.errors import BundleError, InputError, NotRunError
+from caracal_runtimes.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -51,11 +52,28 @@ def default_threads() -> int:
     return os.cpu_count() or 1
 
 
+class SharedWeights:
+    """The weight file of a bundle, mapped once, for several sessions.
+
+    By itself every session makes a copy of all weights, packed for its matrix products. Sessions that share read the
+    mapped file instead: one copy, and the operating system may share it among processes. For one row the products run
+    at the speed of the memory either way; for several rows a packed copy is some times faster.
+    """
+
+    def __init__(self, path: Path) -> None:
+        ort = import_onnxruntime()
+        weights = SafetensorsFile.open(path)
+        self._arrays = {name: weights.tensor(name) for name in weights.entries}
+        # Made from an array in main memory, such a value refers to the array and copies nothing.
+        self.values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._arrays.items()}
+
+
 class Session:
     """One graph, loaded for one provider. Inputs and outputs are numpy arrays.
 
     Args:
         path: the `.onnx` file; its external weights lie beside it.
+        weights: read them from here, without a copy; None packs a copy for this session alone.
         ep: a name of `PROVIDERS`.
         threads: intra-op threads, 0 for `default_threads()`. Results may differ in the last digits with this number,
             so it is part of every report.
@@ -68,9 +86,16 @@ class Session:
     """
 
     def __init__(
-        self, path: Path, ep: str = "cpu", *, threads: int = 0, ep_options: Mapping[str, Any] | None = None
+        self,
+        path: Path,
+        ep: str = "cpu",
+        *,
+        threads: int = 0,
+        ep_options: Mapping[str, Any] | None = None,
+        weights: SharedWeights | None = None,
     ) -> None:
         ort = import_onnxruntime()
+        self.name = path.name
         self.ep = ep.strip().lower()
         name = provider_name(ep)
         check_threads(threads)
@@ -89,6 +114,11 @@ class Session:
         options.log_severity_level = 4  # errors come as exceptions; the log would repeat them
         # Without this, which node ran where can only be guessed from the list of providers that was asked for.
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        if weights is not None:
+            options.add_session_config_entry("session.disable_prepacking", "1")
+            for tensor, value in weights.values.items():
+                options.add_initializer(tensor, value)
+            self._weights = weights  # the session reads them as long as it lives
         try:
             # enable_fallback=0: a provider that fails must not turn into a CPU session without a word.
             self._session: onnxruntime.InferenceSession = ort.InferenceSession(
@@ -109,6 +139,10 @@ class Session:
         except Exception as error:  # noqa: BLE001
             raise NotRunError(f"provider {self.ep}: running the graph failed: {_first_line(error)}") from None
 
+    def binding(self) -> Binding:
+        """For calls that read and write the same arrays again and again."""
+        return Binding(self)
+
     def input_names(self) -> tuple[str, ...]:
         """The graph's inputs, as the graph itself has them."""
         return tuple(value.name for value in self._session.get_inputs())
@@ -123,6 +157,38 @@ class Session:
                 nodes[subgraph.ep_name] = nodes.get(subgraph.ep_name, 0) + 1
                 by_operator[node.op_type] = by_operator.get(node.op_type, 0) + 1
         return Placement(nodes, operators)
+
+
+class Binding:
+    """Arrays tied to a session's inputs and outputs: a run reads and writes them in place, and copies nothing."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._binding = session._session.io_binding()
+        self._arrays: dict[str, NDArray[Any]] = {}  # the session has their addresses only
+
+    def input(self, name: str, array: NDArray[Any]) -> None:
+        """Ties an input to a contiguous array in main memory."""
+        assert array.flags.c_contiguous
+        self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        self._arrays[name] = array
+
+    def output(self, name: str, array: NDArray[Any]) -> None:
+        """Ties an output to a contiguous array in main memory, which must have the output's shape."""
+        assert array.flags.c_contiguous
+        self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        self._arrays[name] = array
+
+    def run(self) -> None:
+        """Runs the graph. Raises NotRunError with the runtime's own words when it fails."""
+        try:
+            self._session._session.run_with_iobinding(self._binding)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            raise NotRunError(
+                f"provider {self._session.ep}: running {self._session.name} failed: {_first_line(error)}"
+            ) from None
 
 
 def import_onnxruntime() -> Any:

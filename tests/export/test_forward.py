@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from caracal_export.tracing import trace_forward
+from caracal_export.tracing import trace
 from caracal_export.verification import check_graph
 from caracal_export.weights import compare_weights, refer_to_weights, write_weights
 from caracal_runtimes.bundle import Bundle
@@ -184,7 +184,7 @@ def test_every_configuration_is_the_reference(
     mixing, overrides = CONFIGS[name]
     save_checkpoint(random_model(**overrides), tmp_path / "checkpoint")
     model = load_checkpoint(tmp_path / "checkpoint")
-    graph = trace_forward(model, mixing, 18)
+    graph = trace(model, "forward", mixing, 18)
     write_weights(graph, tmp_path)
     refer_to_weights(graph, tmp_path)
     ir.save(graph, tmp_path / "forward.onnx")

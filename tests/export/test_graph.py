@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from caracal_export.tracing import OPSETS, retarget, trace_forward
+from caracal_export.tracing import OPSETS, retarget, trace
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.forward import ForwardPass
 
@@ -257,7 +257,7 @@ def test_all_layers_share_the_tables(
     graph: onnx.GraphProto, mixing: str, random_model: Callable[..., CaracalModel]
 ) -> None:
     """Six layers read the same tables as three: the transform's matrices and the mask depend on lengths alone."""
-    six = trace_forward(random_model(num_hidden_layers=6), mixing, 18).graph
+    six = trace(random_model(num_hidden_layers=6), "forward", mixing, 18).graph
     shared = sum(node.name.startswith("lengths/") for node in graph.node)
     assert shared > 50
     assert sum((node.name or "").startswith("lengths/") for node in six) == shared
@@ -295,5 +295,5 @@ def test_the_graph_names_no_path_of_this_machine(folder: Path, checkpoint: Path)
         Path(tempfile.gettempdir()),
         checkpoint,
     )
-    for trace in (b"site-packages", b".py", b"torch", *(str(place).encode() for place in places)):
-        assert trace not in data, trace
+    for remnant in (b"site-packages", b".py", b"torch", *(str(place).encode() for place in places)):
+        assert remnant not in data, remnant

@@ -1,0 +1,172 @@
+"""The graphs that decoding runs, behind plain functions of arrays, and the sizes that they have in common.
+
+Symbols: B rows, L tokens, N layers of the kind MHF, S layers of sliding-window attention, D channels, K taps, W window,
+M lags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caracal_runtimes.errors import BundleError
+from caracal_runtimes.manifest import MHF, SWA, GraphSpec, ModelSpec
+from caracal_runtimes.session import Session
+
+Array = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+class OpenSession(Protocol):
+    """Loads one of a bundle's graphs; `packed` gives it a copy of the weights of its own, for speed with several rows."""
+
+    def __call__(self, graph: str, *, packed: bool = False) -> Session:  # noqa: D102
+        ...
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What one row hands from one pass to the next: the convolution's last inputs, the attention's last rows.
+
+    `conv` [N, K-1, D]; `keys` and `values` [S, W, D], oldest first, unused rows in front.
+    """
+
+    conv: Array
+    keys: Array
+    values: Array
+
+    def copy(self) -> Carried:
+        """An independent copy."""
+        return Carried(self.conv.copy(), self.keys.copy(), self.values.copy())
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a pass over one row gave: logits [V] of its last token, `streams` [N, 2, L, D] (v and g), `mixed` [N, 2L, D]."""
+
+    logits: Array
+    streams: Array
+    mixed: Array
+    carried: Carried
+
+
+class DecodeGraphs:
+    """The graphs of a bundle for decoding.
+
+    Args:
+        spec: the model's sizes.
+        graphs: the manifest's graphs.
+        open_session: loads one of them; called when it is first needed.
+
+    Raises:
+        BundleError: the graphs' inputs are not those that this version knows.
+    """
+
+    def __init__(self, spec: ModelSpec, graphs: Mapping[str, GraphSpec], open_session: OpenSession) -> None:
+        self.spec = spec
+        self.mhf, self.swa = spec.layers(MHF), spec.layers(SWA)
+        self.lags = _lags(graphs["step"], self.mhf)
+        self.granted = 0  # bytes that passes over prompts have taken; the sessions' arenas keep them
+        self._open = open_session
+        self._sessions: dict[tuple[str, bool], Session] = {}
+
+    def session(self, graph: str, *, packed: bool = False) -> Session:
+        """The session of a graph, loaded once."""
+        key = (graph, packed)
+        if key not in self._sessions:
+            self._sessions[key] = self._open(graph, packed=packed)
+        return self._sessions[key]
+
+    @cached_property
+    def parameters(self) -> int:
+        """Weights that a step multiplies by, about: what sets its time."""
+        spec, width = self.spec, self.spec.hidden_size
+        return len(spec.layer_types) * (4 * width + 3 * spec.intermediate_size) * width + spec.vocab_size * width
+
+    def forward(self, input_ids: Ids, lengths: Ids) -> list[Read]:
+        """Reads whole sequences [B, L], padded on the right to the longest of `lengths` [B]."""
+        feeds = {"input_ids": input_ids, "lengths": lengths, "logit_positions": lengths[:, None] - 1}
+        return self._read("forward", feeds, lengths)
+
+    def extend(self, input_ids: Ids, start: int, pending: Array, lags: Array, carried: Carried, length: int) -> Read:
+        """Reads tokens that continue a sequence.
+
+        Args:
+            input_ids: [L]; the first `length` are real. The sequence has at least L tokens.
+            start: how many tokens come before.
+            pending: [N, L, D], what these add to the positions of the new ones.
+            lags: [N, 2, L, D], v and g of the sequence's first L tokens.
+            carried: from the pass before.
+            length: real tokens.
+        """
+        feeds: dict[str, NDArray[np.generic]] = {
+            "input_ids": input_ids[None],
+            "lengths": np.asarray([length]),
+            "logit_positions": np.asarray([[length - 1]]),
+            "starts": np.asarray([start]),
+        }
+        for index, layer in enumerate(self.mhf):
+            feeds[f"past.{layer}.pending"] = pending[index][None]
+            feeds[f"past.{layer}.lag_v"], feeds[f"past.{layer}.lag_g"] = lags[index, 0][None], lags[index, 1][None]
+            if self.spec.conv_kernel > 1:
+                feeds[f"past.{layer}.conv"] = carried.conv[index][None]
+        for index, layer in enumerate(self.swa):
+            feeds[f"past.{layer}.keys"], feeds[f"past.{layer}.values"] = (
+                carried.keys[index][None],
+                carried.values[index][None],
+            )
+        return self._read("extend", feeds, feeds["lengths"])[0]
+
+    def convolve(self, v_block: Array, g_block: Array, v_lags: Array, g_lags: Array) -> Array:
+        """v_block * g_lags + g_block * v_lags: [R, U, D'] with [R, K, D'] -> [R, U + K, D']."""
+        feeds = {"v_block": v_block, "g_block": g_block, "v_lags": v_lags, "g_lags": g_lags}
+        result: Array = self.session("convolve").run(feeds, ["mixed"])[0]
+        return result
+
+    def _read(self, graph: str, feeds: Mapping[str, NDArray[np.generic]], lengths: NDArray[np.generic]) -> list[Read]:
+        spec, width = self.spec, self.spec.hidden_size
+        parts = ["v", "g", "mixed", *(["conv"] if spec.conv_kernel > 1 else [])]
+        names = [f"present.{layer}.{part}" for layer in self.mhf for part in parts]
+        names += [f"present.{layer}.{part}" for layer in self.swa for part in ("keys", "values")]
+        logits, *found = self.session(graph).run(feeds, ["logits", *names])
+        state = dict(zip(names, found, strict=True))
+        reads = []
+        for row, length in enumerate(lengths.tolist()):
+            streams = np.empty((len(self.mhf), 2, length, width), np.float32)
+            mixed = np.empty((len(self.mhf), feeds["input_ids"].shape[1] * 2, width), np.float32)
+            conv = np.zeros((len(self.mhf), spec.conv_kernel - 1, width), np.float32)
+            keys = np.empty((len(self.swa), spec.sliding_window, width), np.float32)
+            values = np.empty_like(keys)
+            for index, layer in enumerate(self.mhf):
+                streams[index, 0] = state[f"present.{layer}.v"][row, :length]
+                streams[index, 1] = state[f"present.{layer}.g"][row, :length]
+                mixed[index] = state[f"present.{layer}.mixed"][row]
+                if spec.conv_kernel > 1:
+                    conv[index] = state[f"present.{layer}.conv"][row]
+            for index, layer in enumerate(self.swa):
+                keys[index], values[index] = (
+                    state[f"present.{layer}.keys"][row],
+                    state[f"present.{layer}.values"][row],
+                )
+            reads.append(Read(logits[row, 0], streams, mixed, Carried(conv, keys, values)))
+        return reads
+
+
+def _lags(step: GraphSpec, mhf: tuple[int, ...]) -> int:
+    """M, from the shape of the step graph's own input; 2 for a model that has no layer of that kind."""
+    if not mhf:
+        return 2
+    for spec in step.inputs:
+        if spec.name == f"past.{mhf[0]}.recent_v":
+            lags = spec.shape[0]
+            if isinstance(lags, int) and lags >= 2 and lags & (lags - 1) == 0:
+                return lags
+    raise BundleError(
+        f"manifest.graphs.step.inputs: expected past.{mhf[0]}.recent_v with a power of two as its first size; export the "
+        f"checkpoint again"
+    )
