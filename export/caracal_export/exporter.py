@@ -90,7 +90,7 @@ def export_checkpoint(
     try:
         with staged_folder(target, overwrite=overwrite) as stage:
             recorded = goldens.record(
-                model, lambda what, done, total: report(f"recording goldens: {what}", done, total)
+                model, lags, lambda what, done, total: report(f"recording goldens: {what}", done, total)
             )
             safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
             graphs: dict[str, GraphSpec] = {}

@@ -37,16 +37,17 @@ class Recorded:
     greedy: list[GoldenGreedy] = field(default_factory=list)
 
 
-def record(model: CaracalModel, progress: Progress | None = None) -> Recorded:
+def record(model: CaracalModel, lags: int, progress: Progress | None = None) -> Recorded:
     """Runs the reference on every golden input.
 
     Args:
         model: float32, in eval mode.
+        lags: M of the step graph; some row must be long enough for blocks of several sizes.
         progress: called with a name, done and total.
     """
     config = model.config
     rng = np.random.default_rng(_SEED)
-    plans = [*_length_plans(config, rng), *_coverage_plans(config, rng)]
+    plans = [*_length_plans(config, lags, rng), *_coverage_plans(config, rng)]
     prompts = _prompts(config, rng)
     recorded = Recorded()
     total = len(plans) + len(prompts)
@@ -70,7 +71,7 @@ class _Plan:
     columns: NDArray[np.int64] | None = None
 
 
-def _length_plans(config: CaracalConfig, rng: np.random.Generator) -> list[_Plan]:
+def _length_plans(config: CaracalConfig, lags: int, rng: np.random.Generator) -> list[_Plan]:
     window = config.sliding_window
     lengths: dict[str, Sequence[int]] = {
         "one": [1],
@@ -80,7 +81,7 @@ def _length_plans(config: CaracalConfig, rng: np.random.Generator) -> list[_Plan
         "window": [window],
         "window_plus_1": [window + 1],
         "odd": [37, 37],
-        "beyond_window": [3 * window + 5],
+        "beyond_window": [max(3 * window, 6 * lags) + 5],
         "ragged": [1, window + 1, 2 * window + 3],
     }
     columns = np.sort(rng.permutation(config.vocab_size)[:_COLUMNS])

@@ -302,6 +302,7 @@ class StepGraph(_Weights):
         x = self.embed_tokens(input_ids)
         tensors, state = iter(past), []
         for block in self.blocks:
+            assert isinstance(block, _Block)
             x, present = block.step(x, window_mask, tensors)
             state += present
         return (self._logits(x), *state)

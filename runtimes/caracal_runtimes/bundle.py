@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +73,13 @@ class Bundle:
             except OSError as error:
                 raise BundleError(f"bundle: {name} cannot be read ({error.strerror}); {_AGAIN}") from None
         return bundle
+
+    def parameters(self) -> int:
+        """How many numbers the weight file holds."""
+        from caracal_runtimes.safetensors_file import SafetensorsFile
+
+        entries = SafetensorsFile.open(self.file(self.manifest.weights)).entries
+        return sum(math.prod(entry.shape) for entry in entries.values())
 
     def file(self, name: str) -> Path:
         """The path of one of the bundle's files."""

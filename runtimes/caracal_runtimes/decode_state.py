@@ -21,10 +21,10 @@ Array = NDArray[np.float32]
 
 #: Tokens that one pass reads at most by default.
 CHUNK = 2048
-# Multiplications of a piece of a product, per weight of the model: about half of a step's time. And at least so many
-# that the piece takes longer than the call.
-_WORK_PER_WEIGHT = 4.0
-_LEAST_WORK = 2.5e7
+# Multiplications of a piece of a product, per weight of the model: about half of a step's time, which is that of reading
+# the weights. And at least so many that the piece takes longer than the call.
+_WORK_PER_WEIGHT = 5.0
+_LEAST_WORK = 8e6
 
 
 @dataclass

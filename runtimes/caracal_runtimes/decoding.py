@@ -103,6 +103,11 @@ class Stateful:
         return other
 
     @property
+    def step_state_bytes(self) -> int:
+        """Bytes of state that the latest step read; 0 before the first."""
+        return 0 if self._batch is None else self._batch.bytes_read
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of state that this decoder holds."""
         batch = 0 if self._batch is None else self._batch.bytes

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from caracal_runtimes.decode_graphs import DecodeGraphs
 from caracal_runtimes.decode_state import CHUNK
 from caracal_runtimes.errors import NotRunError
-from caracal_runtimes.forward import ForwardPass
+from caracal_runtimes.forward import ForwardPass, token_ids
 from caracal_runtimes.generation import Generated, OnText, OnToken, Prompts, StopRule, check_ids
 from caracal_runtimes.generation_session import GenerationSession, Source
+from caracal_runtimes.manifest import GRAPHS
 from caracal_runtimes.sampling import SamplingOptions
 from caracal_runtimes.scoring import Score, score
+from caracal_runtimes.session import Placement
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,9 +52,9 @@ class CausalLM(ForwardPass):
         """The bundle's tokenizer. Raises BundleError when it has none."""
         return self._load_tokenizer()
 
-    def start(self, prompts: Prompts, *, prefill_chunk: int = CHUNK) -> GenerationSession:
+    def start(self, prompts: Prompts, *, prefill_chunk: int = CHUNK, new_tokens: int = 1) -> GenerationSession:
         """Reads prompts into a session that can be continued, forked and saved. See `GenerationSession.start`."""
-        return GenerationSession.start(self._source(), prompts, chunk=prefill_chunk)
+        return GenerationSession.start(self._source(), prompts, chunk=prefill_chunk, new_tokens=new_tokens)
 
     def load_session(self, path: str | Path, *, prefill_chunk: int = CHUNK) -> GenerationSession:
         """A session that was saved with this bundle. See `GenerationSession.load`."""
@@ -79,18 +81,38 @@ class CausalLM(ForwardPass):
             InputError: an empty prompt, ids outside the vocabulary, options out of range, or more than memory allows.
             NumericError: the model's logits are not finite.
         """
-        rule = StopRule.make(self.spec, max_new_tokens, stop, stop_ids)
-        check_ids("logit_bias", (options or SamplingOptions()).logit_bias, self.spec.vocab_size)
-        self._tokenizer(needed=bool(rule.strings))
-        session = GenerationSession.start(self._source(), prompts, chunk=prefill_chunk, new_tokens=max_new_tokens)
+        stop_ids = None if stop_ids is None else token_ids("stop_ids", stop_ids)  # an iterator is read once
+        self.check_request(max_new_tokens=max_new_tokens, options=options, stop=stop, stop_ids=stop_ids)
+        session = self.start(prompts, prefill_chunk=prefill_chunk, new_tokens=max_new_tokens)
         return session.generate(
             max_new_tokens=max_new_tokens,
             options=options,
             stop=stop,
-            stop_ids=rule.ids,
+            stop_ids=stop_ids,
             on_text=on_text,
             on_token=on_token,
         )
+
+    def check_request(
+        self,
+        *,
+        max_new_tokens: int = 128,
+        options: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+        stop_ids: Iterable[int] | None = None,
+    ) -> None:
+        """Checks the arguments of `GenerationSession.generate`, for callers who want to know before a long prompt is read.
+
+        Raises:
+            InputError: as `GenerationSession.generate`.
+        """
+        rule = StopRule.make(self.spec, max_new_tokens, stop, stop_ids)
+        check_ids("logit_bias", (options or SamplingOptions()).logit_bias, self.spec.vocab_size)
+        self._tokenizer(needed=bool(rule.strings))
+
+    def placement(self) -> Placement:
+        """Which provider each node of the bundle's graphs was assigned to, all graphs together."""
+        return Placement.sum(self.graphs.session(graph).placement() for graph in GRAPHS)
 
     def _source(self) -> Source:
         return Source(self.graphs, self.mixing, self.bundle_id, self._tokenizer)

@@ -111,6 +111,8 @@ class ProductQueue:
         known = self.history.known
         for product in products:
             left = pieces(product, self.history.layers, self.history.channels, self.work)
+            if not left:  # a model without a layer of that kind
+                continue
             heapq.heappush(self._owed, (product.due, self._added, _Owed(product, left[::-1])))
             self._rates.append((product.due, len(left) / max(1, product.due - known)))
             self._added += 1

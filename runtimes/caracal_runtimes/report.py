@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from caracal_runtimes.bench import BenchReport
 from caracal_runtimes.parity import CaseResult, GreedyResult, ParityReport, ProviderReport
 
 
@@ -38,10 +39,65 @@ def verdict_line(report: ParityReport, provider: ProviderReport) -> str:
     limit = f"limit {provider.tolerance.relative_l2:.0e}"
     if failed:
         return f"{provider.verdict}  {what}  {figure}  {limit}  {failed[0].name}: {failed[0].reason}"
-    counts = f"{len(provider.cases)} forward passes, {len(provider.greedy)} greedy continuations"
+    counts = f"{len(provider.cases)} passes, {len(provider.greedy)} greedy continuations"
     return f"{provider.verdict}  {what}  {figure}  {limit}  {counts}" + (
         f"  {provider.reason}" if provider.reason else ""
     )
+
+
+def bench_table(report: BenchReport) -> str:
+    """The report as text: a line per context, and how the cost of a token grows from the shortest to the longest."""
+    head = (
+        "context",
+        "prefill s",
+        "tokens/s",
+        "first token s",
+        "ms/token p50",
+        "mean",
+        "p95",
+        "p99",
+        "max",
+        "tokens/s",
+    )
+    rows: list[tuple[str, ...]] = [(*head, "state MB", "read/step MB", "peak MB")]
+    for result in report.results:
+        times = [f"{result.ms_per_token[key]:.2f}" for key in ("p50", "mean", "p95", "p99", "max")]
+        memory = [f"{value / 1e6:.1f}" for value in (result.state_bytes, result.step_state_bytes)]
+        peak = "-" if result.peak_bytes is None else f"{result.peak_bytes / 1e6:.0f}"
+        rows.append(
+            (
+                f"{result.context:,}",
+                f"{result.prefill_s:.3f}",
+                f"{result.prefill_tokens_per_s:,.0f}",
+                f"{result.first_token_s:.3f}",
+                *times,
+                f"{result.decode_tokens_per_s:.1f}",
+                *memory,
+                peak,
+            )
+        )
+    options, machine = report.options, report.environment
+    lines = [
+        f"{report.parameters:,} parameters, mixing {report.mixing}, {report.precision}, {report.ep}, {report.threads} "
+        f"thread(s), {options.batch} row(s), {options.repeats} round(s) of {options.new_tokens} tokens",
+        f"{machine['processor']}; onnxruntime {machine['onnxruntime']}, caracal-onnx {machine['caracal-onnx']} "
+        f"{_short(machine.get('commit', ''))}".rstrip(),
+        "",
+        *_table(rows),
+    ]
+    shortest, longest = (pick(report.results, key=lambda result: result.context) for pick in (min, max))
+    if longest.context > shortest.context:
+        ratio = longest.ms_per_token["p50"] / shortest.ms_per_token["p50"]
+        mean = longest.ms_per_token["mean"] / shortest.ms_per_token["mean"]
+        lines += [
+            "",
+            f"a token at {longest.context:,} takes {ratio:.2f} times (mean {mean:.2f}) as long as at {shortest.context:,}",
+        ]
+    return "\n".join(lines)
+
+
+def _short(commit: str) -> str:
+    return commit[:12] + ("+" if commit.endswith("+") else "")
 
 
 def _provider_lines(provider: ProviderReport) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,17 @@ class Placement:
 
     nodes: dict[str, int]
     operators: dict[str, dict[str, int]]
+
+    @classmethod
+    def sum(cls, parts: Iterable[Placement]) -> Placement:
+        """Several graphs' placements as one."""
+        nodes: Counter[str] = Counter()
+        operators: dict[str, Counter[str]] = {}
+        for part in parts:
+            nodes.update(part.nodes)
+            for ep, counts in part.operators.items():
+                operators.setdefault(ep, Counter()).update(counts)
+        return cls(dict(nodes), {ep: dict(counts) for ep, counts in operators.items()})
 
 
 def provider_name(ep: str) -> str:
@@ -111,6 +123,8 @@ class Session:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+        # Threads wait for their next piece of work by spinning; between runs that would take cores from other sessions.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         options.log_severity_level = 4  # errors come as exceptions; the log would repeat them
         # Without this, which node ran where can only be guessed from the list of providers that was asked for.
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")

@@ -73,7 +73,7 @@ class StepBatch:
                 binding.input(f"past.{layer}.lag_{name}", turned)
         binding.run()
         self._recent[:, :, slot] = self._new
-        split = self._new_rows.reshape(*self._new_rows.shape[:3], self.graphs.spec.num_attention_heads, -1)
+        split = self._new_rows.reshape(*self._new_rows.shape[:3], *self._keys.shape[2:4])  # (S, 2, B, H, Dh)
         self._keys[..., ring] = split[:, 0]
         self._values[..., ring, :] = split[:, 1]
         self._mask[:, ring] = 0
@@ -126,7 +126,8 @@ class StepBatch:
         self._conv[0][:, index] = row.carried.conv
         heads = graphs.spec.num_attention_heads
         keys, values = (
-            part.reshape(len(graphs.swa), window, heads, -1) for part in (row.carried.keys, row.carried.values)
+            part.reshape(len(graphs.swa), window, heads, part.shape[-1] // heads)
+            for part in (row.carried.keys, row.carried.values)
         )
         self._keys[:, index] = keys.transpose(0, 2, 3, 1)
         self._values[:, index] = values.transpose(0, 2, 1, 3)

@@ -16,7 +16,8 @@ import onnx_ir as ir
 import pytest
 import safetensors.torch
 import torch
-from caracal_export import exporter
+from caracal_export import export_checkpoint, exporter
+from caracal_export.tracing import GRAPHS
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.cli import main
 
@@ -181,17 +182,19 @@ def test_a_mismatch_is_exit_code_1(
     bundle: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    file = bundle("matmul") / "forward.onnx"
+    folder = bundle("matmul")
 
-    def wrong_scale(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
-        graph = ir.load(file)
+    def wrong_scale(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int) -> ir.Model:
+        graph = ir.load(folder / f"{name}.onnx")
+        if name != "forward":
+            return graph
         scale = 8**-0.5  # of the queries, heads are 8 wide
         hits = [node for node in graph.graph if node.attributes.get_float("value_float", 0.0) == pytest.approx(scale)]
         assert len(hits) == 1
         hits[0].attributes["value_float"] = ir.AttrFloat32("value_float", 1.001 * scale)
         return graph
 
-    monkeypatch.setattr(exporter, "trace_forward", wrong_scale)
+    monkeypatch.setattr(exporter, "trace", wrong_scale)
     ran = caracal("export", checkpoint, "-o", tmp_path / "out", "--threads", "1")
     assert ran.code == 1
     assert "does not compute what the checkpoint does, nothing was written" in ran.err
@@ -206,12 +209,12 @@ def test_a_mismatch_is_exit_code_1(
 def test_a_polite_kill_leaves_nothing(
     caracal: Callable[..., Ran], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def terminated(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
+    def terminated(*args: object, **options: object) -> ir.Model:
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal was ignored")
 
     signal.signal(signal.SIGTERM, lambda *_: None)  # should the command install none, the test fails and not the run
-    monkeypatch.setattr(exporter, "trace_forward", terminated)
+    monkeypatch.setattr(exporter, "trace", terminated)
     ran = caracal("export", checkpoint, "-o", tmp_path / "out")
     assert ran.code == 130
     assert ran.err.splitlines()[-1] == "caracal: interrupted"
@@ -225,8 +228,8 @@ def test_no_verify_claims_nothing(
     bundle: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    file = bundle("matmul") / "forward.onnx"
-    monkeypatch.setattr(exporter, "trace_forward", lambda *_: ir.load(file))
+    folder = bundle("matmul")
+    monkeypatch.setattr(exporter, "trace", lambda model, name, *_, **__: ir.load(folder / f"{name}.onnx"))
     ran = caracal("export", checkpoint, "-o", tmp_path / "out", "--no-verify")
     assert ran.code == 0
     assert ran.out.splitlines()[-1].startswith("NOT RUN  verification")
@@ -237,15 +240,18 @@ def test_dft_at_the_last_opset_passes(caracal: Callable[..., Ran], checkpoint: P
     ran = caracal("export", checkpoint, "-o", tmp_path / "out", "--mixing", "dft", "--opset", "23", "--threads", "1")
     assert ran.code == 0
     assert ran.out.splitlines()[-1].startswith("PASSED  parity dft float32 on cpu  worst relative L2 ")
-    spec = Bundle.open(tmp_path / "out").manifest.graphs["forward"]
-    assert (spec.opset, spec.mixing, spec.operators["DFT"]) == (23, "dft", 6)
+    graphs = Bundle.open(tmp_path / "out").manifest.graphs
+    assert {(spec.opset, spec.mixing) for spec in graphs.values()} == {(23, "dft")}
+    transforms = {name: spec.operators.get("DFT", 0) for name, spec in graphs.items()}
+    assert transforms == {"forward": 6, "extend": 10, "step": 0, "convolve": 5}
 
 
 @pytest.mark.slow
 def test_another_process_writes_the_same_bundle(
-    checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path]
+    checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The command as installed, under another hash seed: the verdict last, and files equal to the byte."""
+    here = export_checkpoint(checkpoint, tmp_path_factory.mktemp("here") / "out", threads=1).path
     done = subprocess.run(
         [
             shutil.which("caracal", path=Path(sys.executable).parent),
@@ -268,6 +274,7 @@ def test_another_process_writes_the_same_bundle(
     assert "limit 1e-05" in verdict
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    for name in ("forward.onnx", "weights.safetensors", "golden.safetensors", "tokenizer.json", "README.md"):
-        assert (tmp_path / "out" / name).read_bytes() == (bundle("matmul") / name).read_bytes(), name
-    assert Bundle.open(tmp_path / "out").id() == Bundle.open(bundle("matmul")).id()
+    names = [f"{name}.onnx" for name in GRAPHS]
+    for name in (*names, "weights.safetensors", "golden.safetensors", "tokenizer.json", "README.md"):
+        assert (tmp_path / "out" / name).read_bytes() == (here / name).read_bytes(), name
+    assert Bundle.open(tmp_path / "out").id() == Bundle.open(here).id()

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from caracal_export import export_checkpoint, exporter, lowerings, weights
 from caracal_export.errors import VerificationError
 from caracal_export.staging import check_target, staged_folder
-from caracal_export.tracing import retarget
+from caracal_export.tracing import GRAPHS, retarget
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import InputError, RuntimeToolError
 from caracal_runtimes.parity import run_parity
@@ -34,19 +34,20 @@ from onnxscript.onnx_opset import opset18 as op
 
 from caracal import CaracalModel, CheckpointError
 
-FILES = {"README.md", "forward.onnx", "golden.safetensors", "tokenizer.json", "weights.safetensors"}
+GRAPH_FILES = {f"{name}.onnx" for name in GRAPHS}
+FILES = {"README.md", "golden.safetensors", "tokenizer.json", "weights.safetensors"} | GRAPH_FILES
 
 
 @pytest.fixture
 def traced_before(monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path]) -> None:
-    """`matmul` exports of `checkpoint` take the graph from its bundle: all but the tracing, in a tenth of the time."""
-    file = bundle("matmul") / "forward.onnx"  # exported before the patch
+    """`matmul` exports of `checkpoint` take the graphs from its bundle: all but the tracing, in a tenth of the time."""
+    folder = bundle("matmul")  # exported before the patch
 
-    def trace(model: CaracalModel, mixing: str, opset: int) -> ir.Model:
+    def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int) -> ir.Model:
         assert mixing == "matmul"
-        return retarget(ir.load(file), opset)
+        return retarget(ir.load(folder / f"{name}.onnx"), opset)
 
-    monkeypatch.setattr(exporter, "trace_forward", trace)
+    monkeypatch.setattr(exporter, "trace", trace)
 
 
 @pytest.fixture
@@ -88,27 +89,14 @@ def test_manifest_has_size_and_hash_of_every_file(exported: tuple[str, Path]) ->
     }
 
 
-def test_manifest_describes_graph_and_source(exported: tuple[str, Path], checkpoint: Path) -> None:
-    mixing, folder = exported
+def test_manifest_describes_the_checkpoint(exported: tuple[str, Path], checkpoint: Path) -> None:
+    _, folder = exported
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    nodes = onnx.load(folder / "forward.onnx", load_external_data=False).graph.node
-    assert (manifest["format"], manifest["format_version"]) == ("caracal-bundle", 1)
+    assert (manifest["format"], manifest["format_version"]) == ("caracal-bundle", 2)
     assert manifest["precision"] == "float32"
     assert manifest["weights"] == "weights.safetensors"
     assert manifest["tokenizer"] == "tokenizer.json"
     assert manifest["config"] == json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    assert manifest["graphs"]["forward"] == {
-        "file": "forward.onnx",
-        "opset": 18,
-        "mixing": mixing,
-        "inputs": [
-            {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
-            {"name": "lengths", "dtype": "int64", "shape": ["batch"]},
-            {"name": "logit_positions", "dtype": "int64", "shape": ["batch", "positions"]},
-        ],
-        "outputs": [{"name": "logits", "dtype": "float32", "shape": ["batch", "positions", 97]}],
-        "operators": dict(Counter(node.op_type for node in nodes)),
-    }
     assert manifest["source"]["name"] == "tiny"
     assert manifest["source"]["files"] == {
         name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
@@ -118,6 +106,41 @@ def test_manifest_describes_graph_and_source(exported: tuple[str, Path], checkpo
         assert manifest["producer"][package] == importlib.metadata.version(package)
 
 
+def _described(values: Iterable[onnx.ValueInfoProto]) -> list[dict[str, Any]]:
+    types = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.INT64: "int64"}
+    return [
+        {
+            "name": value.name,
+            "dtype": types[value.type.tensor_type.elem_type],
+            "shape": [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim],
+        }
+        for value in values
+    ]
+
+
+def test_manifest_describes_every_graph(exported: tuple[str, Path]) -> None:
+    mixing, folder = exported
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["graphs"].keys() == set(GRAPHS) == {"forward", "extend", "step", "convolve"}
+    for name, entry in manifest["graphs"].items():
+        graph = onnx.load(folder / f"{name}.onnx", load_external_data=False).graph
+        assert entry == {
+            "file": f"{name}.onnx",
+            "opset": 18,
+            "mixing": mixing,
+            "inputs": _described(graph.input),
+            "outputs": _described(graph.output),
+            "operators": dict(Counter(node.op_type for node in graph.node)),
+        }
+    forward = manifest["graphs"]["forward"]
+    assert forward["inputs"] == [
+        {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
+        {"name": "lengths", "dtype": "int64", "shape": ["batch"]},
+        {"name": "logit_positions", "dtype": "int64", "shape": ["batch", "positions"]},
+    ]
+    assert forward["outputs"][0] == {"name": "logits", "dtype": "float32", "shape": ["batch", "positions", 97]}
+
+
 def test_manifest_and_card_say_what_was_verified(exported: tuple[str, Path]) -> None:
     _, folder = exported
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -125,7 +148,8 @@ def test_manifest_and_card_say_what_was_verified(exported: tuple[str, Path]) -> 
     assert found["verdict"] == "PASSED"
     assert found["limit_relative_l2"] == 1e-5
     assert 0 < found["worst_relative_l2"] <= 1e-5
-    assert found["comparisons"] == len(golden["cases"]) + len(golden["greedy"])
+    # Read again token by token: the longest row and the two batches; and the longest row in chunks.
+    assert found["comparisons"] == len(golden["cases"]) + 4 + len(golden["greedy"])
     assert found["environment"]["onnxruntime"] == importlib.metadata.version("onnxruntime")
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert f"worst relative L2 {found['worst_relative_l2']:.1e}" in card
@@ -198,8 +222,11 @@ def test_a_slightly_wrong_lowering_is_not_written(
 ) -> None:
     names = {case.name for case in Bundle.open(bundle("matmul")).manifest.golden.cases}
 
-    def off_by_a_thousandth(v: Any, g: Any) -> Any:
-        return op.Mul(lowerings.causal_conv_matmul(v, g), op.Constant(value_float=1.001))
+    right = lowerings.MIXINGS["matmul"]
+
+    def off_by_a_thousandth(pairs: Any, *, shared: bool) -> Any:
+        first, whole = right(pairs, shared=shared)
+        return op.Mul(first, op.Constant(value_float=1.001)), whole
 
     monkeypatch.setitem(lowerings.MIXINGS, "matmul", off_by_a_thousandth)  # type: ignore[arg-type]
     with pytest.raises(VerificationError) as raised:
@@ -275,6 +302,10 @@ def test_a_verification_that_could_not_run_is_no_mismatch(
         ({"opset": 24}, "--opset must be from 17 to 23, found 24"),
         ({"threads": -1}, "--threads must be .*-1"),
         ({"threads": 5000}, "--threads must be .*5000"),
+        ({"lags": 0}, "lags must be a power of two of at least 2, found 0"),
+        ({"lags": 1}, "lags must be .* found 1"),
+        ({"lags": 12}, "lags must be .* found 12"),
+        ({"lags": -8}, "lags must be .* found -8"),
     ],
 )
 @pytest.mark.usefixtures("traced_before")
@@ -448,8 +479,9 @@ def file_size_limit() -> Iterator[Callable[[int], None]]:
     "stage",
     [
         "recording goldens: one",
-        "tracing the graph",
-        "writing weights and graph",
+        "tracing the graphs: forward",
+        "tracing the graphs: extend",
+        "tracing the graphs: convolve",
         "comparing weights",
         "verifying: done",
     ],

@@ -18,6 +18,8 @@ from caracal import CaracalModel
 
 Tensors = dict[str, NDArray[Any]]
 WINDOW = 8
+LAGS = 8  # of the bundle's step graph
+LONGEST = 6 * LAGS + 5  # blocks of several sizes, and some tokens on top
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +63,21 @@ def test_lengths_are_where_implementations_break(manifest: Manifest, tensors: Te
         "window": [WINDOW],
         "window_plus_1": [WINDOW + 1],
         "odd": [37],
-        "beyond_window": [3 * WINDOW + 5],
+        "beyond_window": [LONGEST],
         "ragged": [1, WINDOW + 1, 2 * WINDOW + 3],
     }
+
+
+@pytest.mark.parametrize(
+    ("window", "lags", "longest"), [(8, 8, 53), (8, 64, 389), (100, 8, 305), (1, 2, 17), (5000, 64, 15005)]
+)
+def test_the_longest_row_goes_beyond_window_and_lags(
+    random_model: Callable[..., CaracalModel], window: int, lags: int, longest: int
+) -> None:
+    """One that fits into either would leave what comes after it unseen."""
+    model = random_model(hidden_size=4, num_attention_heads=2, num_hidden_layers=1, sliding_window=window)
+    plans = goldens._length_plans(model.config, lags, np.random.default_rng(0))
+    assert {len(row) for plan in plans if plan.name == "beyond_window" for row in plan.rows} == {longest}
 
 
 def test_every_row_of_the_embedding_is_read(manifest: Manifest, tensors: Tensors, model: CaracalModel) -> None:
@@ -126,13 +140,13 @@ def test_a_vocabulary_beyond_one_row_is_covered_too(
     random_model: Callable[..., CaracalModel], overrides: dict[str, Any]
 ) -> None:
     model = random_model(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, **overrides)
-    recorded = goldens.record(model)
+    recorded = goldens.record(model, LAGS)
     assert _ids_read(recorded.cases, recorded.tensors) == set(range(overrides["vocab_size"]))
 
 
 def test_a_large_tied_vocabulary_shows_every_row_as_a_column(random_model: Callable[..., CaracalModel]) -> None:
     model = random_model(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=17000)
-    recorded = goldens.record(model)
+    recorded = goldens.record(model, LAGS)
     assert not any(case.name.startswith("vocabulary") for case in recorded.cases)
     whole = [case for case in recorded.cases if not case.columns]
     assert whole
@@ -145,12 +159,12 @@ def test_where_few_positions_fit_every_position_is_compared_on_some_columns(
 ) -> None:
     model = random_model(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=50257)
     window = model.config.sliding_window
-    recorded = goldens.record(model)
+    recorded = goldens.record(model, LAGS)
     few = set(recorded.tensors["beyond_window/logit_positions"][0].tolist())
-    assert few >= {0, 3 * window + 4, window - 1, window}, "the ends and the window's edge come first"
+    assert few >= {0, LONGEST - 1, window - 1, window}, "the ends and the window's edge come first"
     everywhere = recorded.tensors["beyond_window_everywhere/logit_positions"][0]
-    assert everywhere.tolist() == list(range(3 * window + 5))
-    assert recorded.tensors["beyond_window_everywhere/logits"].shape == (1, 3 * window + 5, 64)
+    assert everywhere.tolist() == list(range(LONGEST))
+    assert recorded.tensors["beyond_window_everywhere/logits"].shape == (1, LONGEST, 64)
 
 
 def test_a_large_untied_vocabulary_is_still_read_whole(random_model: Callable[..., CaracalModel]) -> None:
@@ -162,14 +176,14 @@ def test_a_large_untied_vocabulary_is_still_read_whole(random_model: Callable[..
         vocab_size=17000,
         tie_word_embeddings=False,
     )
-    recorded = goldens.record(model)
+    recorded = goldens.record(model, LAGS)
     assert _ids_read(recorded.cases, recorded.tensors) == set(range(17000))
 
 
 def test_the_same_model_gives_the_same_goldens(
     bundle: Callable[[str], Path], model: CaracalModel, tensors: Tensors
 ) -> None:
-    again = goldens.record(model).tensors
+    again = goldens.record(model, LAGS).tensors
     assert again.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(again[name], tensor, err_msg=name)

@@ -12,7 +12,7 @@ import onnx
 import pytest
 import torch
 from caracal_export.errors import VerificationError
-from caracal_export.graph_model import ForwardGraph, graph_state, layout_of
+from caracal_export.graph_model import ExtendGraph, ForwardGraph, StepGraph, graph_state, layout_of
 from caracal_export.weights import compare_weights
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import BundleError
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from caracal import CaracalModel, load_checkpoint
 
 WEIGHTS = "weights.safetensors"
+GRAPHS = ("forward.onnx", "extend.onnx", "step.onnx")  # those that read it
 # One parameter of each kind. Not among them: a bias of the keys, which moves all scores of a query alike, so that no
 # output can show it; the comparison of weights must (see the test below).
 KINDS = (
@@ -67,13 +68,17 @@ def _verdict(folder: Path) -> str:
 # Layouts
 
 
+@pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("mixing", ["matmul", "dft"])
-def test_fresh_bundle_has_every_weight(bundle: Callable[[str], Path], model: CaracalModel, mixing: str) -> None:
-    assert compare_weights(model, bundle(mixing) / "forward.onnx") == len(dict(model.named_parameters())) == 59
+def test_fresh_bundle_has_every_weight(
+    bundle: Callable[[str], Path], model: CaracalModel, mixing: str, graph: str
+) -> None:
+    assert compare_weights(model, bundle(mixing) / graph) == len(dict(model.named_parameters())) == 59
 
 
-def test_fresh_untied_bundle_has_every_weight(untied_bundle: Path, untied_checkpoint: Path) -> None:
-    assert compare_weights(load_checkpoint(untied_checkpoint), untied_bundle / "forward.onnx") == 60
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_fresh_untied_bundle_has_every_weight(untied_bundle: Path, untied_checkpoint: Path, graph: str) -> None:
+    assert compare_weights(load_checkpoint(untied_checkpoint), untied_bundle / graph) == 60
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -109,15 +114,16 @@ def test_layouts_are_those_of_the_maths(random_model: Callable[..., CaracalModel
     close(got + state["blocks.0.mhf.gate_conv.bias"], mhf.gate_conv(t.transpose(1, 2)).transpose(1, 2))
 
 
+@pytest.mark.parametrize("graph", [ForwardGraph, ExtendGraph, StepGraph])
 @pytest.mark.parametrize("missing", ["blocks.1.mhf.value_proj.bias", "norm.weight"])
 def test_graph_module_refuses_a_model_that_lacks_a_weight(
-    random_model: Callable[..., CaracalModel], missing: str
+    random_model: Callable[..., CaracalModel], missing: str, graph: Any
 ) -> None:
     model = random_model()
     owner, _, name = missing.rpartition(".")
     setattr(model.get_submodule(owner), name, None)
     with pytest.raises(RuntimeError, match=re.escape(missing)):
-        ForwardGraph.from_reference(model, model.config)
+        graph.from_reference(model, model.config)
 
 
 # Sabotage
@@ -130,7 +136,7 @@ def _flip_a_byte(file: Path, stored_tensor: Stored, name: str) -> None:
     tensor.flush()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("file", ["weights.safetensors", "forward.onnx", "golden.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("file", [WEIGHTS, *GRAPHS, "convolve.onnx", "golden.safetensors", "tokenizer.json"])
 def test_a_changed_byte_names_the_file(altered: Path, file: str) -> None:
     data = bytearray((altered / file).read_bytes())
     data[len(data) // 2] ^= 1
@@ -233,7 +239,8 @@ def _edit_graph(file: Path, edit: Callable[[dict[str, onnx.TensorProto]], None])
     file.write_bytes(graph.SerializeToString())
 
 
-def test_a_graph_that_reads_two_weights_crosswise_is_found(altered: Path, model: CaracalModel) -> None:
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_graph_that_reads_two_weights_crosswise_is_found(altered: Path, model: CaracalModel, graph: str) -> None:
     def swap(tensors: dict[str, onnx.TensorProto]) -> None:
         first, second = (tensors[name].external_data for name in SWAPS[0])
         kept = [entry.value for entry in first]
@@ -242,28 +249,30 @@ def test_a_graph_that_reads_two_weights_crosswise_is_found(altered: Path, model:
         for entry, value in zip(second, kept, strict=True):
             entry.value = value
 
-    _edit_graph(altered / "forward.onnx", swap)
+    _edit_graph(altered / graph, swap)
     with pytest.raises(VerificationError, match="from another place"):
-        compare_weights(model, altered / "forward.onnx")
+        compare_weights(model, altered / graph)
 
 
-def test_a_weight_inside_the_graph_is_found(altered: Path, model: CaracalModel) -> None:
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_weight_inside_the_graph_is_found(altered: Path, model: CaracalModel, graph: str) -> None:
     def embed(tensors: dict[str, onnx.TensorProto]) -> None:
         tensor = tensors["norm.weight"]
         tensor.CopyFrom(onnx.numpy_helper.from_array(model.norm.weight.numpy(), "norm.weight"))
 
-    _edit_graph(altered / "forward.onnx", embed)
+    _edit_graph(altered / graph, embed)
     with pytest.raises(VerificationError, match=r"norm\.weight lies inside the graph"):
-        compare_weights(model, altered / "forward.onnx")
+        compare_weights(model, altered / graph)
 
 
-def test_a_weight_the_graph_lacks_is_named(altered: Path, model: CaracalModel) -> None:
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_weight_the_graph_lacks_is_named(altered: Path, model: CaracalModel, graph: str) -> None:
     def rename(tensors: dict[str, onnx.TensorProto]) -> None:
         tensors["norm.bias"].name = "norm.biased"
 
-    _edit_graph(altered / "forward.onnx", rename)
+    _edit_graph(altered / graph, rename)
     with pytest.raises(VerificationError, match=r"norm\.bias .*2 such"):
-        compare_weights(model, altered / "forward.onnx")
+        compare_weights(model, altered / graph)
 
 
 def test_weights_of_another_checkpoint_are_found(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from caracal_runtimes.errors import InputError
@@ -53,13 +55,60 @@ def read_text(path: str) -> str:
         ) from None
 
 
-def parse_ids(text: str) -> list[int]:
-    """Token ids separated by commas or blanks. Raises InputError."""
+def parse_bias(items: Sequence[str]) -> dict[int, float]:
+    """`--logit-bias ID=B` as a mapping. Raises InputError."""
+    bias: dict[int, float] = {}
+    for item in items:
+        token, equals, value = item.partition("=")
+        try:
+            number, amount = int(token), float(value)
+        except ValueError:
+            number, amount, equals = 0, 0.0, ""
+        if not equals:
+            raise InputError(f"--logit-bias must look like ID=NUMBER, found {item[:40]!r}")
+        if number in bias:
+            raise InputError(f"--logit-bias: token {number} is given twice")
+        bias[number] = amount
+    return bias
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Refuses a file that cannot be written, before the work whose result it takes. Raises InputError."""
+    target = Path(path)
+    try:
+        wrong = not path or target.is_dir() or not target.absolute().parent.is_dir()
+    except (OSError, ValueError):
+        wrong = True
+    if wrong:
+        raise InputError(f"{flag}: expected a file in a folder that exists, found {path[:60]!r}")
+
+
+def write_whole(flag: str, name: str, text: str) -> None:
+    """Replaces a file whole, so that a full disk does not cost the report that was there. Raises InputError.
+
+    What was printed before is delivered first: it stands whatever happens to the file.
+    """
+    sys.stdout.flush()
+    path = Path(name)
+    as_it_is = path.exists() and not path.is_file()  # a pipe or a device
+    temporary = path if as_it_is else path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        if temporary != path:
+            temporary.replace(path)
+    except OSError as error:
+        if temporary != path:
+            temporary.unlink(missing_ok=True)
+        raise InputError(f"{flag}: {path} cannot be written ({error.strerror}); the result stands above") from None
+
+
+def parse_ids(text: str, flag: str = "--ids") -> list[int]:
+    """Integers separated by commas or blanks. Raises InputError."""
     words = text.replace(",", " ").split()
     if not words:
-        raise InputError("--ids: expected at least one token id, found none")
+        raise InputError(f"{flag}: expected at least one integer, found none")
     for word in words:
         digits = word.removeprefix("-")
         if not (digits.isascii() and digits.isdigit()) or len(digits) > 19:
-            raise InputError(f"--ids must be integers separated by commas or blanks, found {word[:40]!r}")
+            raise InputError(f"{flag} must be integers separated by commas or blanks, found {word[:40]!r}")
     return [int(word) for word in words]

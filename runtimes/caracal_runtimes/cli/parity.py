@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-from pathlib import Path
 
-from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, ep_options
+from caracal_runtimes.cli.arguments import (
+    add_format_argument,
+    add_runtime_arguments,
+    check_writable,
+    ep_options,
+    write_whole,
+)
 from caracal_runtimes.cli.progress import ProgressLine
 from caracal_runtimes.errors import InputError
 
@@ -35,9 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from caracal_runtimes.report import parity_output
 
     if args.json is not None:
-        target = Path(args.json)
-        if not args.json or target.is_dir() or not target.absolute().parent.is_dir():
-            raise InputError(f"--json: expected a file in a folder that exists, found {args.json!r}")
+        check_writable("--json", args.json)
     if options := ep_options(args):
         raise InputError(f"--ep-option: the provider {args.ep} takes none, found {', '.join(options)}")
     bundle = Bundle.open(args.bundle)
@@ -55,20 +56,5 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(parity_output(report))
     if args.json is not None:
-        sys.stdout.flush()
-        _write_whole(Path(args.json), text + "\n")
+        write_whole("--json", args.json, text + "\n")
     return report.exit_code
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Replaces a file whole, so that a full disk does not cost the report that was there. Raises InputError."""
-    as_it_is = path.exists() and not path.is_file()  # a pipe or a device
-    temporary = path if as_it_is else path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        if temporary != path:
-            temporary.replace(path)
-    except OSError as error:
-        if temporary != path:
-            temporary.unlink(missing_ok=True)
-        raise InputError(f"--json: {path} cannot be written ({error.strerror}); the verdict stands above") from None

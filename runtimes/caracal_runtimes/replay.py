@@ -1,0 +1,48 @@
+"""A known sequence read again in pieces, as decoding reads it: what comes out must be what one pass gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caracal_runtimes.decode_graphs import DecodeGraphs
+from caracal_runtimes.decoding import Stateful
+
+Logits = dict[tuple[int, int], NDArray[np.float32]]  # (row, position) -> [V]
+
+
+def by_steps(graphs: DecodeGraphs, rows: Sequence[Sequence[int]]) -> Logits:
+    """Reads the first half of each row at once and the rest token by token, all rows together until each one ends."""
+    decoder = Stateful(graphs)
+    heads = [row[: max(1, len(row) // 2)] for row in rows]
+    found: Logits = {}
+    for row, logits in enumerate(decoder.prefill(heads)):
+        found[row, len(heads[row]) - 1] = logits.copy()
+    for step in range(max(map(len, rows))):
+        active = [row for row, head in enumerate(heads) if len(head) + step < len(rows[row])]
+        if not active:
+            break
+        tokens = [rows[row][len(heads[row]) + step] for row in active]
+        for row, logits in zip(active, decoder.step(active, tokens), strict=True):
+            found[row, len(heads[row]) + step] = logits.copy()
+    return found
+
+
+def by_chunks(graphs: DecodeGraphs, rows: Sequence[Sequence[int]]) -> Logits:
+    """Reads each row in chunks of growing, uneven lengths, with a few single tokens between them."""
+    found: Logits = {}
+    for index, row in enumerate(rows):
+        decoder = Stateful(graphs, chunk=2 * graphs.lags)
+        done = min(len(row), graphs.lags + 1)
+        found[index, done - 1] = decoder.prefill([row[:done]])[0].copy()
+        count = 1
+        while done < len(row):
+            take = min(count, len(row) - done)
+            piece = row[done : done + take]
+            logits = decoder.step([0], piece)[0] if take == 1 else decoder.extend(0, piece)
+            done += take
+            found[index, done - 1] = logits.copy()
+            count = count * 2 + 1 if count < 2 * graphs.lags else 1
+    return found
