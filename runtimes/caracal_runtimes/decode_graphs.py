@@ -47,11 +47,14 @@ class Carried:
 
 @dataclass(frozen=True)
 class Read:
-    """What a pass over one row gave: logits [V] of its last token, `streams` [N, 2, L, D] (v and g), `mixed` [N, 2L, D]."""
+    """What a pass over one row gave; arrays are views of the pass's outputs.
+
+    `logits` [V] of its last token; of each MHF layer `streams`, v and g [L, D], and `mixed` [2L, D].
+    """
 
     logits: Array
-    streams: Array
-    mixed: Array
+    streams: tuple[tuple[Array, Array], ...]
+    mixed: tuple[Array, ...]
     carried: Carried
 
 
@@ -137,16 +140,16 @@ class DecodeGraphs:
         state = dict(zip(names, found, strict=True))
         reads = []
         for row, length in enumerate(lengths.tolist()):
-            streams = np.empty((len(self.mhf), 2, length, width), np.float32)
-            mixed = np.empty((len(self.mhf), feeds["input_ids"].shape[1] * 2, width), np.float32)
+            streams = tuple(
+                (state[f"present.{layer}.v"][row, :length], state[f"present.{layer}.g"][row, :length])
+                for layer in self.mhf
+            )
+            mixed = tuple(state[f"present.{layer}.mixed"][row] for layer in self.mhf)
             conv = np.zeros((len(self.mhf), spec.conv_kernel - 1, width), np.float32)
             keys = np.empty((len(self.swa), spec.sliding_window, width), np.float32)
             values = np.empty_like(keys)
-            for index, layer in enumerate(self.mhf):
-                streams[index, 0] = state[f"present.{layer}.v"][row, :length]
-                streams[index, 1] = state[f"present.{layer}.g"][row, :length]
-                mixed[index] = state[f"present.{layer}.mixed"][row]
-                if spec.conv_kernel > 1:
+            if spec.conv_kernel > 1:
+                for index, layer in enumerate(self.mhf):
                     conv[index] = state[f"present.{layer}.conv"][row]
             for index, layer in enumerate(self.swa):
                 keys[index], values[index] = (

@@ -6,7 +6,7 @@ fast-changing parts live in a `StepBatch`, which writes them back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,8 +73,9 @@ class Row:
         count = len(tokens)
         self.ids += tokens
         self.carried = read.carried
-        self.history.append(read.streams)
-        self.history.add(len(self.ids), read.mixed[:, count:])
+        self.history.append_layers(read.streams)
+        for layer, mixed in enumerate(read.mixed):
+            self.history.add(len(self.ids), mixed[None, count:], slice(layer, layer + 1))
         self.queue.add(self.schedule.append(count, reach))
 
     def settle(self) -> None:
@@ -89,51 +90,76 @@ def queue_for(graphs: DecodeGraphs, history: History) -> ProductQueue:
     return ProductQueue(history, graphs.convolve, max(_LEAST_WORK, _WORK_PER_WEIGHT * graphs.parameters))
 
 
-def begin(graphs: DecodeGraphs, prompts: Sequence[Sequence[int]], chunk: int) -> tuple[list[Row], Array]:
+def begin(
+    graphs: DecodeGraphs,
+    prompts: Sequence[Sequence[int]],
+    chunk: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[Row], Array]:
     """Reads prompts. Returns their rows and the logits [B, V] after each one's last token.
 
     Args:
         prompts: at least one token each.
         chunk: tokens that a pass reads at most, over all its rows; bounds the memory of a pass.
+        progress: called with tokens read and tokens in all after each pass.
     """
     texts = [[int(token) for token in prompt] for prompt in prompts]
     rows = [Row.empty(graphs) for _ in prompts]
     logits = np.empty((len(rows), graphs.spec.vocab_size), np.float32)
     size = chunk_size(graphs.lags, chunk)
     # Neighbours in length are read together: little padding, and a pass holds what the chunk allows.
+    total, done = sum(map(len, texts)), 0
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
     order = sorted(range(len(rows)), key=lambda index: len(texts[index]))
     while order:
         group = [order.pop()]
         longest = min(len(texts[group[0]]), size)
         while order and (len(group) + 1) * longest <= size:
             group.append(order.pop())
-        for index, last in zip(
-            group, _begin_group(graphs, [rows[i] for i in group], [texts[i] for i in group], size), strict=True
-        ):
+        found = _begin_group(graphs, [rows[i] for i in group], [texts[i] for i in group], size, tell)
+        for index, last in zip(group, found, strict=True):
             logits[index] = last
     return rows, logits
 
 
-def _begin_group(graphs: DecodeGraphs, rows: Sequence[Row], prompts: Sequence[list[int]], size: int) -> list[Array]:
+def _begin_group(
+    graphs: DecodeGraphs, rows: Sequence[Row], prompts: Sequence[list[int]], size: int, tell: Callable[[int], None]
+) -> list[Array]:
     heads = [prompt[:size] for prompt in prompts]
     lengths = np.asarray([len(head) for head in heads], dtype=np.int64)
     ids = np.zeros((len(heads), int(lengths.max())), dtype=np.int64)
     for padded, head in zip(ids, heads, strict=True):
         padded[: len(head)] = head
     reads = graphs.forward(ids, lengths)
+    tell(int(lengths.sum()))
     logits = []
     for row, prompt, head, read in zip(rows, prompts, heads, reads, strict=True):
         if len(head) >= graphs.lags:
             row.take(head, read, SETTLED)
         else:  # too short for blocks: as if its tokens had come one by one, which counts their pairs as they are needed
-            row.take(head, replace(read, mixed=np.zeros_like(read.mixed)), ALONE)
+            row.take(head, replace(read, mixed=()), ALONE)
         rest = prompt[size:]
-        logits.append(extend(graphs, row, rest, size) if rest else read.logits)
+        logits.append(extend(graphs, row, rest, size, tell) if rest else read.logits)
     return logits
 
 
-def extend(graphs: DecodeGraphs, row: Row, tokens: Sequence[int], chunk: int) -> Array:
-    """Reads tokens that continue a row. Returns the logits [V] after the last one."""
+def extend(
+    graphs: DecodeGraphs,
+    row: Row,
+    tokens: Sequence[int],
+    chunk: int,
+    tell: Callable[[int], None] = lambda count: None,
+) -> Array:
+    """Reads tokens that continue a row. Returns the logits [V] after the last one.
+
+    `tell` is called with the number of tokens that a pass has read.
+    """
     size = chunk_size(graphs.lags, chunk)
     tokens = [int(token) for token in tokens]
     if row.known < graphs.lags or (row.known <= len(tokens) and row.known + len(tokens) <= size):
@@ -160,6 +186,7 @@ def extend(graphs: DecodeGraphs, row: Row, tokens: Sequence[int], chunk: int) ->
         row.take(new, read, reach)
         row.queue.finish()
         done += count
+        tell(count)
     assert read is not None
     return read.logits
 

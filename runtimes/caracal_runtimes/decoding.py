@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from caracal_runtimes import decode_state
 from caracal_runtimes.decode_graphs import DecodeGraphs
 from caracal_runtimes.decode_state import Row
+from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.forward import ForwardPass
 from caracal_runtimes.step_batch import StepBatch
 
@@ -67,29 +69,37 @@ class Stateful:
         self._rows: list[Row] = []
         self._batch: StepBatch | None = None
         self._members: list[int] = []  # rows of the batch
+        self._whole = True
 
-    def prefill(self, rows: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """See `Decoder`."""
-        self._batch, self._members = None, []
-        self._rows, logits = decode_state.begin(self._graphs, rows, self._chunk)
+    def prefill(
+        self, rows: Sequence[Sequence[int]], progress: Callable[[int, int], None] | None = None
+    ) -> NDArray[np.float32]:
+        """See `Decoder`. `progress` is called with tokens read and tokens in all after each pass."""
+        self._batch, self._members, self._rows = None, [], []
+        self._whole = True
+        with self._at_once():
+            self._rows, logits = decode_state.begin(self._graphs, rows, self._chunk, progress)
         return logits
 
     def step(self, rows: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float32]:
         """See `Decoder`. The logits are valid until the next call."""
-        if self._batch is None or self._members != list(rows):
-            self._rest()
-            self._members = list(rows)
-            self._batch = StepBatch(self._graphs, [self._rows[row] for row in rows])
-        return self._batch.step(tokens)
+        with self._at_once():
+            if self._batch is None or self._members != list(rows):
+                self._rest()
+                self._members = list(rows)
+                self._batch = StepBatch(self._graphs, [self._rows[row] for row in rows])
+            return self._batch.step(tokens)
 
     def extend(self, row: int, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends several tokens to one row at once; returns the logits after the last, [V]."""
-        self._rest()
-        return decode_state.extend(self._graphs, self._rows[row], tokens, self._chunk)
+        with self._at_once():
+            self._rest()
+            return decode_state.extend(self._graphs, self._rows[row], tokens, self._chunk)
 
     def rows(self) -> list[Row]:
         """The rows at rest."""
-        self._rest()
+        with self._at_once():
+            self._rest()
         return self._rows
 
     def adopt(self, rows: Sequence[Row]) -> None:
@@ -112,6 +122,18 @@ class Stateful:
         """Bytes of state that this decoder holds."""
         batch = 0 if self._batch is None else self._batch.bytes
         return batch + sum(row.bytes for row in self._rows)
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Guards what must not be left in the middle: whoever catches an interrupt must not go on with half a token."""
+        if not self._whole:
+            raise NotRunError(
+                "decoding was interrupted in the middle of a token, so its state is not whole; start again, or load a "
+                "saved state"
+            )
+        self._whole = False
+        yield
+        self._whole = True
 
     def _rest(self) -> None:
         if self._batch is not None:

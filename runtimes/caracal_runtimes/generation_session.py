@@ -43,7 +43,15 @@ class GenerationSession:
         self._source, self._decoder, self._progress, self._chunk = source, decoder, progress, chunk
 
     @classmethod
-    def start(cls, source: Source, prompts: Prompts, *, chunk: int = CHUNK, new_tokens: int = 1) -> GenerationSession:
+    def start(
+        cls,
+        source: Source,
+        prompts: Prompts,
+        *,
+        chunk: int = CHUNK,
+        new_tokens: int = 1,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> GenerationSession:
         """Reads prompts.
 
         Args:
@@ -51,6 +59,7 @@ class GenerationSession:
             prompts: a text, a list of ids, or a list of either.
             chunk: tokens that one pass reads at most, over all rows; bounds the memory of a pass.
             new_tokens: how many tokens are meant to follow; refused now if they would not fit.
+            progress: called with tokens read and tokens in all after each pass.
 
         Raises:
             InputError: an empty prompt, ids outside the vocabulary, a bad chunk, or more than memory allows.
@@ -65,7 +74,7 @@ class GenerationSession:
             source, Stateful(source.graphs, chunk), Progress([], np.empty((0, spec.vocab_size), np.float32)), chunk
         )
         session._check(list(map(len, rows)), new_tokens)
-        logits = session._decoder.prefill(rows)
+        logits = session._decoder.prefill(rows, progress)
         session._progress = Progress(rows, logits, [[] for _ in rows])
         session._grant(list(map(len, rows)))
         return session
@@ -109,7 +118,7 @@ class GenerationSession:
         rule = StopRule.make(spec, max_new_tokens, stop, stop_ids)
         generation.check_ids("logit_bias", options.logit_bias, spec.vocab_size)
         tokenizer = self._source.tokenizer(bool(rule.strings))
-        self._check([1] * len(self._progress.contexts), rule.max_new_tokens)
+        self._check([1] * len(self._progress.contexts), rule.max_new_tokens, held=True)
         return generation.write(self._decoder, self._progress, tokenizer, rule, options, on_text, on_token)
 
     def append(self, text: str | Sequence[int], row: int | None = None) -> None:
@@ -124,7 +133,7 @@ class GenerationSession:
         tokenizer = self._source.tokenizer(isinstance(text, str))
         (ids,) = generation.encode(tokenizer, text, self._source.graphs.spec.vocab_size, opening=False)
         for index in rows:
-            self._check([len(self._progress.contexts[index])], len(ids))
+            self._check([len(ids)], 0, held=True)
             new = [*self._progress.unread[index], *ids]
             self._progress.logits[index] = self._decoder.extend(index, new)
             self._progress.contexts[index] += ids
@@ -156,9 +165,19 @@ class GenerationSession:
         decoder.adopt(rows)
         return cls(source, decoder, progress, chunk)
 
-    def _check(self, lengths: Sequence[int], new_tokens: int) -> None:
+    def _check(self, lengths: Sequence[int], new_tokens: int, *, held: bool = False) -> None:
+        """Refuses rows of so many tokens, or with `held` so many more than there are, and new ones after them."""
         graphs = self._source.graphs
-        check_decode(graphs.spec, lengths, new_tokens, self._chunk, mixing=self._source.mixing, granted=graphs.granted)
+        known = max(map(len, self._progress.contexts)) if held else 0
+        check_decode(
+            graphs.spec,
+            lengths,
+            new_tokens,
+            self._chunk,
+            known=known,
+            mixing=self._source.mixing,
+            granted=graphs.granted,
+        )
 
     def _grant(self, lengths: Sequence[int]) -> None:
         """Notes what the sessions' arenas keep after a pass."""

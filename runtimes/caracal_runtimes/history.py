@@ -8,6 +8,8 @@ Symbols: N layers of the kind MHF, D channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,17 +33,31 @@ class History:
 
     def append(self, streams: Array) -> None:
         """Adds tokens: [N, 2, count, D], v and g of each layer."""
-        done, count = 0, streams.shape[2]
+        for segment, at, low, high in self._grow(streams.shape[2]):
+            self._streams[segment][:, :, at : at + high - low] = streams[:, :, low:high]
+
+    def append_layers(self, streams: Sequence[tuple[Array, Array]]) -> None:
+        """Adds tokens: v and g [count, D] of each layer."""
+        count = len(streams[0][0]) if streams else 0
+        for segment, at, low, high in self._grow(count):
+            for layer, (v, g) in enumerate(streams):
+                self._streams[segment][layer, 0, at : at + high - low] = v[low:high]
+                self._streams[segment][layer, 1, at : at + high - low] = g[low:high]
+
+    def _grow(self, count: int) -> list[tuple[int, int, int, int]]:
+        """Makes room for `count` tokens: (segment, place in it, first token, token behind the last) of each part."""
+        parts, done = [], 0
         while done < count:
             segment, at = divmod(self.known, SEGMENT)
             if segment == len(self._streams):
                 self._streams.append(np.empty((self.layers, 2, SEGMENT, self.channels), np.float32))
             take = min(SEGMENT - at, count - done)
-            self._streams[segment][:, :, at : at + take] = streams[:, :, done : done + take]
+            parts.append((segment, at, done, done + take))
             self.known += take
             done += take
         for segment in [s for s in self._pending if (s + 1) * SEGMENT <= self.known]:
             del self._pending[segment]
+        return parts
 
     def streams(self, start: int, stop: int, layers: slice = slice(None), channels: slice = slice(None)) -> Array:
         """Both streams at positions [start, stop), a copy [N', 2, stop - start, D']; zeros where no token is known."""

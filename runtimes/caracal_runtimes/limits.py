@@ -101,24 +101,32 @@ def state_bytes(model: ModelSpec, tokens: int) -> int:
 
 
 def check_decode(
-    model: ModelSpec, lengths: Sequence[int], new_tokens: int, chunk: int, *, mixing: str = "matmul", granted: int = 0
+    model: ModelSpec,
+    lengths: Sequence[int],
+    new_tokens: int,
+    chunk: int,
+    *,
+    known: int = 0,
+    mixing: str = "matmul",
+    granted: int = 0,
 ) -> None:
     """Refuses a generation that cannot fit, before its first token rather than after a thousand.
 
     Args:
         model, mixing: see `largest_tensors`.
-        lengths: tokens of each row before it.
+        lengths: tokens of each row that are to be read before it.
         new_tokens: tokens that each row may grow by.
         chunk: tokens that one pass reads at most.
+        known: tokens that a row holds already.
         granted: bytes that earlier passes of the same sessions were granted.
 
     Raises:
         LimitError: with the numbers.
     """
-    longest = max(lengths) + new_tokens
+    longest = known + max(lengths) + new_tokens
     if longest > MAX_CONTEXT:
         raise LimitError(
-            f"context too long: {max(lengths):,} tokens and {new_tokens:,} new ones are {longest:,}, at most "
+            f"context too long: {known + max(lengths):,} tokens and {new_tokens:,} new ones are {longest:,}, at most "
             f"{MAX_CONTEXT:,} are supported; use a shorter prompt or a smaller --max-new-tokens"
         )
     size = min(chunk, max(lengths))

@@ -52,9 +52,18 @@ class CausalLM(ForwardPass):
         """The bundle's tokenizer. Raises BundleError when it has none."""
         return self._load_tokenizer()
 
-    def start(self, prompts: Prompts, *, prefill_chunk: int = CHUNK, new_tokens: int = 1) -> GenerationSession:
+    def start(
+        self,
+        prompts: Prompts,
+        *,
+        prefill_chunk: int = CHUNK,
+        new_tokens: int = 1,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> GenerationSession:
         """Reads prompts into a session that can be continued, forked and saved. See `GenerationSession.start`."""
-        return GenerationSession.start(self._source(), prompts, chunk=prefill_chunk, new_tokens=new_tokens)
+        return GenerationSession.start(
+            self._source(), prompts, chunk=prefill_chunk, new_tokens=new_tokens, progress=progress
+        )
 
     def load_session(self, path: str | Path, *, prefill_chunk: int = CHUNK) -> GenerationSession:
         """A session that was saved with this bundle. See `GenerationSession.load`."""

@@ -111,7 +111,7 @@ class ProductQueue:
         known = self.history.known
         for product in products:
             left = pieces(product, self.history.layers, self.history.channels, self.work)
-            if not left:  # a model without a layer of that kind
+            if not left:  # a model without such layers
                 continue
             heapq.heappush(self._owed, (product.due, self._added, _Owed(product, left[::-1])))
             self._rates.append((product.due, len(left) / max(1, product.due - known)))
@@ -121,7 +121,7 @@ class ProductQueue:
         """Pays for one token: as many pieces as keep every product on time."""
         known = self.history.known
         # A product's rate counts until it is due, also when it was done before: it was done in the time of others.
-        self._rates = [(due, rate) for due, rate in self._rates if due >= known]
+        self._rates = [(due, rate) for due, rate in self._rates if due > known]
         if not self._owed:
             self._credit = 0.0
             return

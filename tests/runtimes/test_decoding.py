@@ -278,14 +278,14 @@ class TestBatches:
 
 
 class TestExtend:
-    @pytest.mark.parametrize("steps", [0, 1, 6, 21])
-    @pytest.mark.parametrize("known", [1, 3, M - 1, M, M + 1, 2 * M, 21, 40])
+    @pytest.mark.parametrize("steps", [0, 1, 21])
+    @pytest.mark.parametrize("known", [1, 3, M - 1, M, M + 1, 21, 40])
     def test_many_lengths(self, model: CausalLM, known: int, steps: int) -> None:
-        for count in (1, 2, M - 1, M, M + 1, 13, 2 * M + 1, 45):
+        for count in (1, M - 1, M, M + 1, 13, 45):
             reader = Reader(model, first_seed=count).prefill(known)
             if steps:
                 reader.step(0, times=steps)
-            reader.extend(0, count).step(0, times=20).check()
+            reader.extend(0, count).step(0, times=13).check()
 
     @pytest.mark.parametrize("chunk", [8, 16, CHUNK])
     def test_again_and_again(self, model: CausalLM, chunk: int) -> None:
@@ -381,7 +381,7 @@ def programs(draw: st.DrawFn) -> tuple[list[int], int, list[Any]]:
     return counts, draw(st.sampled_from([1, 8, 16, 32, CHUNK])), draw(st.lists(operations, max_size=8))
 
 
-@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
 @given(program=programs())
 def test_any_mixture(model: CausalLM, program: tuple[list[int], int, list[Any]]) -> None:
     counts, chunk, operations = program

@@ -11,6 +11,9 @@ from pathlib import Path
 from caracal_runtimes.errors import InputError
 
 
+_MAX_TEXT = 1 << 28  # bytes; a device or a pipe may have no end
+
+
 def add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
     """`BUNDLE`, `--ep`, `--ep-option`, `--threads`."""
     parser.add_argument("bundle", metavar="BUNDLE", help="folder that `caracal export` wrote")
@@ -42,11 +45,17 @@ def ep_options(args: argparse.Namespace) -> dict[str, str]:
 def read_text(path: str) -> str:
     """A UTF-8 text file, or standard input for `-`. Raises InputError."""
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        if path == "-":
+            raw = sys.stdin.buffer.read(_MAX_TEXT + 1)
+        else:
+            with Path(path).open("rb") as file:
+                raw = file.read(_MAX_TEXT + 1)
     except FileNotFoundError:
         raise InputError(f"no text file at {path!r}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if len(raw) > _MAX_TEXT:
+        raise InputError(f"{path} has more than {_MAX_TEXT:,} bytes, which is no text for a model; cut it into parts")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -21,6 +21,7 @@ from caracal_runtimes.cli.arguments import (
     parse_ids,
     read_text,
 )
+from caracal_runtimes.cli.progress import ProgressLine
 from caracal_runtimes.errors import InputError
 
 HELP = "continue a prompt"
@@ -99,9 +100,16 @@ def run(args: argparse.Namespace) -> int:
     stop_ids = () if args.ignore_eos and args.stop_id is None else args.stop_id
     rule = {"max_new_tokens": args.max_new_tokens, "stop": args.stop, "stop_ids": stop_ids}
     model.check_request(options=options, **rule)
+    as_ids = as_ids or not model.has_tokenizer
     loaded = time.perf_counter()
     if args.load_state is None:
-        session = model.start(prompts, prefill_chunk=chunk, new_tokens=args.max_new_tokens)
+        with ProgressLine() as progress:
+            session = model.start(
+                prompts,
+                prefill_chunk=chunk,
+                new_tokens=args.max_new_tokens,
+                progress=lambda done, total: progress("reading", done, total) if total > chunk else None,
+            )
     else:
         session = model.load_session(args.load_state, prefill_chunk=chunk)
         if prompts:
