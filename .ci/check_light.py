@@ -52,6 +52,17 @@ def main() -> None:
     verdict = caracal("parity", bundle).splitlines()[-1]
     if not verdict.startswith("PASSED"):
         raise SystemExit(f"light: {verdict}")
+    bench = json.loads(
+        caracal("bench", bundle, "--contexts", "64,512", "-n", "32", "--repeats", "1", "--format", "json")
+    )
+    if [result["context"] for result in bench["results"]] != [64, 512] or "onnxruntime" not in bench["environment"]:
+        raise SystemExit(f"light: bench reported {bench}")
+    caracal(
+        "generate", bundle, "-p", "In the beginning", "-n", "8", "--temperature", "0", "--save-state", "story.state"
+    )
+    rest = caracal("generate", bundle, "--load-state", "story.state", "-n", "12", "--temperature", "0")
+    if not (passage.text or "").endswith(rest.rstrip("\n")):
+        raise SystemExit(f"light: a loaded state went on with {rest!r}, one run wrote {passage.text!r}")
     refused = subprocess.run(["caracal", "export", bundle, "-o", "x"], capture_output=True, text=True, timeout=60)
     if refused.returncode != 3 or "torch" not in refused.stderr or Path("x").exists():
         raise SystemExit(f"light: export without torch said {refused.stderr!r} with exit code {refused.returncode}")

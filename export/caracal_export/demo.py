@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from caracal_runtimes.bench import BenchOptions
 from caracal_runtimes.model import CausalLM
 from caracal_runtimes.parity import Progress
 
@@ -17,6 +18,7 @@ from caracal_export.lowerings import MIXINGS
 
 CHECKPOINT = Path(__file__).parent / "checkpoints" / "kjv"
 PROMPT = "And it came to pass in those days, that"
+BENCH = BenchOptions(contexts=(128, 1024, 8192), new_tokens=96, repeats=2)
 _TIMED_LENGTHS = (128, 1024, 4096)
 _REPEATS = 5
 

@@ -46,7 +46,19 @@ def verdict_line(report: ParityReport, provider: ProviderReport) -> str:
 
 
 def bench_table(report: BenchReport) -> str:
-    """The report as text: a line per context, and how the cost of a token grows from the shortest to the longest."""
+    """The report as text: what was measured where, then `bench_lines`."""
+    options, machine = report.options, report.environment
+    where = (
+        f"{report.parameters:,} parameters, mixing {report.mixing}, {report.precision}, {report.ep}, {report.threads} "
+        f"thread(s), {options.batch} row(s), {options.repeats} round(s) of {options.new_tokens} tokens",
+        f"{machine['processor']}; onnxruntime {machine['onnxruntime']}, caracal-onnx {machine['caracal-onnx']} "
+        f"{_short(machine.get('commit', ''))}".rstrip(),
+    )
+    return "\n".join([*where, "", *bench_lines(report)])
+
+
+def bench_lines(report: BenchReport) -> list[str]:
+    """A line per context, and how the cost of a token grows from the shortest to the longest."""
     head = (
         "context",
         "prefill s",
@@ -76,15 +88,7 @@ def bench_table(report: BenchReport) -> str:
                 peak,
             )
         )
-    options, machine = report.options, report.environment
-    lines = [
-        f"{report.parameters:,} parameters, mixing {report.mixing}, {report.precision}, {report.ep}, {report.threads} "
-        f"thread(s), {options.batch} row(s), {options.repeats} round(s) of {options.new_tokens} tokens",
-        f"{machine['processor']}; onnxruntime {machine['onnxruntime']}, caracal-onnx {machine['caracal-onnx']} "
-        f"{_short(machine.get('commit', ''))}".rstrip(),
-        "",
-        *_table(rows),
-    ]
+    lines = _table(rows)
     shortest, longest = (pick(report.results, key=lambda result: result.context) for pick in (min, max))
     if longest.context > shortest.context:
         ratio = longest.ms_per_token["p50"] / shortest.ms_per_token["p50"]
@@ -93,7 +97,7 @@ def bench_table(report: BenchReport) -> str:
             "",
             f"a token at {longest.context:,} takes {ratio:.2f} times (mean {mean:.2f}) as long as at {shortest.context:,}",
         ]
-    return "\n".join(lines)
+    return lines
 
 
 def _short(commit: str) -> str:

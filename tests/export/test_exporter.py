@@ -330,6 +330,8 @@ def test_a_forward_pass_that_overflows_names_the_first_module(
     altered_checkpoint: Path, tmp_path: Path, module: str
 ) -> None:
     _edit_weight(altered_checkpoint, f"{module}.weight", lambda weight: weight.fill_(3e38))
+    # Inputs large enough that the products overflow in this module and not in the one after it.
+    _edit_weight(altered_checkpoint, f"{module.rpartition('.')[0]}.norm.weight", lambda weight: weight.mul_(10))
     with pytest.raises(
         InputError, match=rf"NaN or infinite.*first seen in the output of {re.escape(module)} "
     ) as raised:

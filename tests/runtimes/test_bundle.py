@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ from caracal_runtimes.model import CausalLM
 from caracal_runtimes.session import Session
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
-FILES = ("README.md", "forward.onnx", "golden.safetensors", "tokenizer.json", "weights.safetensors")
+WEIGHTY = ("extend.onnx", "forward.onnx", "step.onnx")  # the graphs that have weights
+GRAPHS = ("convolve.onnx", *WEIGHTY)
+FILES = tuple(sorted(("README.md", *GRAPHS, "golden.safetensors", "tokenizer.json", "weights.safetensors")))
 
 
 def refused(path: str | Path, *words: str, **options: bool) -> str:
@@ -113,16 +116,16 @@ class TestLinks:
         assert Bundle.open(tmp_path / "latest").model(threads=1).forward([[1]]).shape == (1, 1, 320)
 
 
-def point_weights_to(copy: Any, location: str) -> None:
-    """Rewrites where the graph says that its weights lie."""
-    graph = onnx.load(copy.path / "forward.onnx", load_external_data=False)
+def point_weights_to(copy: Any, location: str, file: str = "forward.onnx") -> None:
+    """Rewrites where a graph says that its weights lie."""
+    graph = onnx.load(copy.path / file, load_external_data=False)
     count = 0
     for tensor in graph.graph.initializer:
         for item in tensor.external_data:
             if item.key == "location":
                 item.value, count = location, count + 1
     assert count > 10
-    (copy.path / "forward.onnx").write_bytes(graph.SerializeToString())
+    (copy.path / file).write_bytes(graph.SerializeToString())
     copy.rehash()
 
 
@@ -156,24 +159,47 @@ class TestExternalData:
         with pytest.raises(BundleError, match=r"forward\.onnx could not be loaded"):
             Session(copy.path / "forward.onnx")
 
-    def test_a_file_that_no_hash_covers_is_never_read(self, copy: Any) -> None:
+    @pytest.mark.parametrize("graph", WEIGHTY)
+    def test_a_file_that_no_hash_covers_is_never_read(self, copy: Any, graph: str) -> None:
         """It could change without changing the bundle's id."""
         shutil.copyfile(copy.path / "weights.safetensors", copy.path / "other.bin")
-        point_weights_to(copy, "other.bin")
-        with pytest.raises(BundleError, match=r"reads 'other\.bin', which the manifest does not list"):
+        point_weights_to(copy, "other.bin", graph)
+        with pytest.raises(BundleError, match=rf"{graph} reads 'other\.bin', which the manifest does not list"):
             copy.model()
 
-    @pytest.mark.parametrize(
-        ("key", "value"), [("offset", "99999999"), ("offset", "-8"), ("length", "4"), ("location", "")]
-    )
-    def test_weights_elsewhere_in_the_file(self, copy: Any, key: str, value: str) -> None:
-        graph = onnx.load(copy.path / "forward.onnx", load_external_data=False)
-        (item,) = (item for item in graph.graph.initializer[0].external_data if item.key == key)
+    def place_of_weights(self, copy: Any, graph: str, key: str, value: str) -> None:
+        """Rewrites one entry of where a graph's first weight lies."""
+        altered = onnx.load(copy.path / graph, load_external_data=False)
+        (item,) = (item for item in altered.graph.initializer[0].external_data if item.key == key)
         item.value = value
-        (copy.path / "forward.onnx").write_bytes(graph.SerializeToString())
+        (copy.path / graph).write_bytes(altered.SerializeToString())
         copy.rehash()
-        with pytest.raises(BundleError, match=r"forward\.onnx could not be loaded"):
-            copy.model()
+        with pytest.raises(BundleError, match=rf"{re.escape(graph)} could not be loaded"):
+            Session(copy.path / graph)
+
+    @pytest.mark.parametrize("graph", WEIGHTY)
+    @pytest.mark.parametrize(("key", "value"), [("offset", "99999999"), ("offset", "-8"), ("length", "4")])
+    def test_weights_elsewhere_in_the_file(self, copy: Any, model: CausalLM, graph: str, key: str, value: str) -> None:
+        """A session that reads the weights itself refuses; those that share them look them up by name."""
+        self.place_of_weights(copy, graph, key, value)
+        found = copy.model()
+        assert continued(found) == continued(model)
+        np.testing.assert_array_equal(found.forward([[0, 5, 7]]), model.forward([[0, 5, 7]]))
+
+    @pytest.mark.parametrize("graph", WEIGHTY)
+    def test_weights_nowhere(self, copy: Any, graph: str) -> None:
+        self.place_of_weights(copy, graph, "location", "")
+        with pytest.raises(BundleError, match=rf"{re.escape(graph)} could not be loaded"):
+            continued(copy.model())
+
+
+def continued(model: CausalLM) -> list[int]:
+    """Ids from all three graphs that have weights: a prompt, a few steps, and a chunk."""
+    session = model.start([[0, 5, 7]])
+    session.generate(max_new_tokens=12, stop_ids=())
+    session.append([8, 9, 10, 11])
+    session.generate(max_new_tokens=3, stop_ids=())
+    return session.ids[0]
 
 
 class TestWhereItLies:

@@ -18,9 +18,23 @@ from hypothesis import strategies as st
 HASH = "0123456789abcdef" * 4
 IDS = {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]}
 LOGITS = {"name": "logits", "dtype": "float32", "shape": ["batch", "positions", 19]}
+GRAPHS = ("forward", "extend", "step", "convolve")
+
+
+def graph(name: str, inputs: list[Any], outputs: list[Any]) -> dict[str, Any]:
+    return {
+        "file": f"graphs/{name}.onnx",
+        "opset": 18,
+        "mixing": "matmul",
+        "inputs": inputs,
+        "outputs": outputs,
+        "operators": {"MatMul": 3},
+    }
+
+
 VALID: dict[str, Any] = {
     "format": "caracal-bundle",
-    "format_version": 1,
+    "format_version": 2,
     "config": {
         "vocab_size": 19,
         "hidden_size": 12,
@@ -28,19 +42,15 @@ VALID: dict[str, Any] = {
         "num_attention_heads": 3,
         "intermediate_size": 20,
         "sliding_window": 4,
+        "conv_kernel": 3,
+        "layer_types": ["mhf", "sliding_attention", "mhf"],
         "bos_token_id": 0,
         "eos_token_id": 18,
     },
     "precision": "float32",
     "graphs": {
-        "forward": {
-            "file": "graphs/forward.onnx",
-            "opset": 18,
-            "mixing": "matmul",
-            "inputs": [IDS],
-            "outputs": [LOGITS],
-            "operators": {"MatMul": 3},
-        }
+        "forward": graph("forward", [IDS], [LOGITS]),
+        **{name: graph(name, [], []) for name in GRAPHS[1:]},
     },
     "weights": "w.safetensors",
     "golden": {
@@ -51,7 +61,10 @@ VALID: dict[str, Any] = {
     },
     "files": {
         name: {"bytes": 7, "sha256": HASH}
-        for name in ("graphs/forward.onnx", "w.safetensors", "g.safetensors", "tokenizer.json")
+        for name in (
+            *(f"graphs/{name}.onnx" for name in GRAPHS),
+            *("w.safetensors", "g.safetensors", "tokenizer.json"),
+        )
     },
     "tokenizer": "tokenizer.json",
     "producer": {"torch": "2"},
@@ -61,7 +74,7 @@ VALID: dict[str, Any] = {
 
 Keys = tuple[str | int, ...]
 OPTIONAL: set[Keys] = {("tokenizer",), ("verification",), ("config", "bos_token_id"), ("config", "eos_token_id")}
-MAPS: set[Keys] = {("graphs",), ("files",), ("producer",), ("graphs", "forward", "operators")}
+MAPS: set[Keys] = {("graphs",), ("files",), ("producer",), *(("graphs", name, "operators") for name in GRAPHS)}
 FREE: set[Keys] = {("source",), ("verification",)}
 
 
@@ -108,10 +121,11 @@ def refused(text: str, message: str) -> None:
 
 PATHS = list(walk(VALID))
 DIMENSIONS = [path for path in PATHS if "shape" in path[:-1]]
-TYPED = [path for path in PATHS if path not in DIMENSIONS]
+LAYERS = [path for path in PATHS if path[:-1] == ("config", "layer_types")]
+TYPED = [path for path in PATHS if path not in DIMENSIONS and path not in LAYERS]
 REQUIRED = [path for path in TYPED if isinstance(path[-1], str) and path not in OPTIONAL and path[:-1] not in MAPS]
 NUMBERS = [path for path in TYPED if type(at(VALID, path)) is int and path != ("format_version",)]
-FILES: list[Keys] = [("weights",), ("golden", "file"), ("graphs", "forward", "file"), ("tokenizer",)]
+FILES: list[Keys] = [("weights",), ("golden", "file"), ("tokenizer",), *(("graphs", name, "file") for name in GRAPHS)]
 WRONG: list[Any] = [None, True, 1, 1.5, math.nan, math.inf, "x", [], {}]
 
 
@@ -131,7 +145,9 @@ class TestRoundTrip:
         )
         assert manifest.files["w.safetensors"].sha256 == HASH
         assert (manifest.golden.cases[0].length, manifest.golden.greedy[0].new_tokens) == (2, 32)
-        assert (manifest.model.sliding_window, manifest.model.eos_token_id) == (4, 18)
+        assert (manifest.model.sliding_window, manifest.model.conv_kernel, manifest.model.eos_token_id) == (4, 3, 18)
+        assert manifest.model.layer_types == ("mhf", "sliding_attention", "mhf")
+        assert (manifest.model.layers("mhf"), manifest.model.layers("sliding_attention")) == ((0, 2), (1,))
 
     @pytest.mark.parametrize("path", sorted(OPTIONAL))
     def test_optional_values_may_be_null_or_absent(self, path: Keys) -> None:
@@ -189,7 +205,13 @@ class TestMalformed:
         refused(replaced(("format",), found), rf'manifest\.format must be "caracal-bundle", found {found!r}')
 
     @pytest.mark.parametrize(
-        ("version", "advice"), [(2, "update caracal-onnx"), (10**30, "update"), (0, "export the bundle again")]
+        ("version", "advice"),
+        [
+            (3, "update caracal-onnx"),
+            (10**30, "update"),
+            (1, "export the bundle again"),
+            (0, "export the bundle again"),
+        ],
     )
     def test_another_version(self, version: int, advice: str) -> None:
         refused(replaced(("format_version",), version), rf"manifest\.format_version {version} .*{advice}")
@@ -206,8 +228,27 @@ class TestMalformed:
     def test_no_dimension(self, dim: Any) -> None:
         refused(replaced(("graphs", "forward", "outputs", 0, "shape", 1), dim), r"forward\.outputs\[0\]\.shape must")
 
-    def test_the_forward_graph_is_required(self) -> None:
-        refused(replaced(("graphs",), {"other": VALID["graphs"]["forward"]}), r"manifest\.graphs .*'forward'")
+    @pytest.mark.parametrize("name", GRAPHS)
+    def test_every_graph_is_required(self, name: str) -> None:
+        refused(without(("graphs", name)), rf"manifest\.graphs must have an entry '{name}'")
+        data = json.loads(without(("graphs", name)))
+        data["graphs"]["other"] = VALID["graphs"][name]
+        refused(json.dumps(data), rf"manifest\.graphs must have an entry '{name}'")
+
+    @pytest.mark.parametrize(
+        "layers",
+        [
+            [],
+            ["mhf"],
+            ["mhf"] * 4,
+            ["mhf", "mhf", "MHF"],
+            ["mhf", "mhf", "swa"],
+            *(["mhf", "mhf", wrong] for wrong in (None, 1, True, [], {}, math.nan)),
+        ],
+        ids=str,
+    )
+    def test_layers_that_are_none(self, layers: list[Any]) -> None:
+        refused(replaced(("config", "layer_types"), layers), r"manifest\.config\.layer_types must name 3 layers")
 
     @pytest.mark.parametrize("path", FILES, ids=place)
     def test_a_file_that_is_not_listed(self, path: Keys) -> None:

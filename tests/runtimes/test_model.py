@@ -25,7 +25,7 @@ from caracal_runtimes.session import Session, default_threads
 from numpy.typing import NDArray
 
 VOCABULARY = 320
-LARGE = ModelSpec(50257, 1536, 24, 16, 4096, 256, None, None)
+LARGE = ModelSpec(50257, 1536, 24, 16, 4096, 256, None, None, 3, ("mhf", "mhf", "sliding_attention") * 8)
 
 
 def ids(*shape: int, seed: int = 0) -> NDArray[np.int64]:
@@ -209,7 +209,7 @@ class TestLimits:
 
     def test_the_border_is_2_to_the_31(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(limits, "available_bytes", lambda: None)
-        small = ModelSpec(2**20, 1, 1, 1, 1, 1, None, None)
+        small = ModelSpec(2**20, 1, 1, 1, 1, 1, None, None, 1, ("mhf",))
         limits.check_forward(small, 2047, 1, 1)  # 2^31 - 2^20 logits
         with pytest.raises(InputError, match="2,147,483,648 elements"):
             limits.check_forward(small, 2048, 1, 1)
@@ -223,7 +223,7 @@ class TestLimits:
         monkeypatch.setattr(limits, "available_bytes", lambda: 10**6)
         with pytest.raises(InputError, match=r"1 row\(s\) of 5,000 tokens need about .* GB, 0\.0 GB are available"):
             model.forward(ids(1, 5000), [[0]])
-        with pytest.raises(InputError, match="too large for memory"):
+        with pytest.raises(InputError, match=r"context too long for memory: 1 row\(s\) of up to 5,001 tokens"):
             model.generate([1], max_new_tokens=5000)
 
     def test_memory_is_compared_with_the_estimate(self, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ class TestLimits:
 
     def test_dft_is_measured_by_its_own_tensors(self) -> None:
         """N is a power of two of at least 2L, and complex: beyond 2^31 elements where the matmul form is not."""
-        spec = ModelSpec(100, 768, 3, 12, 2048, 128, None, None)
+        spec = ModelSpec(100, 768, 3, 12, 2048, 128, None, None, 3, ("mhf", "mhf", "sliding_attention"))
         limits.check_forward(spec, 1, 524_289, 1, granted=10**15)
         with pytest.raises(LimitError, match="3,221,225,472 elements"):
             limits.check_forward(spec, 1, 524_289, 1, mixing="dft", granted=10**15)

@@ -1,6 +1,6 @@
 """Run the main job on the trained checkpoint that ships with the package.
 
-Exports it with both lowerings of the mixing, proves both against PyTorch, writes a passage, and times the two.
+Exports it with both lowerings of the mixing, proves both against PyTorch, writes a passage, and times reading and writing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def run(args: argparse.Namespace) -> int:
     from caracal_export.cli.require import require_export_packages
 
     require_export_packages()
+    from caracal_runtimes.bench import run_bench
     from caracal_runtimes.bundle import Bundle
-    from caracal_runtimes.report import parity_table, verdict_lines
+    from caracal_runtimes.report import bench_lines, parity_table, verdict_lines
     from caracal_runtimes.sampling import SamplingOptions
 
     from caracal_export import demo
@@ -61,6 +62,10 @@ def run(args: argparse.Namespace) -> int:
     for timing in timings:
         cells = "  ".join(f"{timing.milliseconds[mixing]:8.1f}" for mixing in models)
         print(f"{timing.length:6}  {cells}  {timing.milliseconds['dft'] / timing.milliseconds['matmul']:5.1f}")
+    with ProgressLine() as progress:
+        bench = run_bench(Bundle.open(exported["matmul"].path), demo.BENCH, threads=args.threads, progress=progress)
+    print("\n== writing after contexts of growing length, matmul\n")
+    print("\n".join(bench_lines(bench)))
     print()
     print("\n".join(verdicts))
     return 0

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from caracal_runtimes.errors import InputError
 
-
 _MAX_TEXT = 1 << 28  # bytes; a device or a pipe may have no end
 
 
