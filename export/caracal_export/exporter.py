@@ -77,8 +77,8 @@ def export_checkpoint(
     if opset not in OPSETS:
         raise InputError(f"--opset must be from {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
     check_threads(threads)
-    if lags < 2 or lags & (lags - 1):
-        raise InputError(f"export: lags must be a power of two of at least 2, found {lags}")
+    if isinstance(lags, bool) or not isinstance(lags, int) or lags < 2 or lags & (lags - 1):
+        raise InputError(f"export: lags must be a power of two of at least 2, found {lags!r}")
     source, target = checkpoint_folder(checkpoint), Path(output)
     check_target(target, overwrite=overwrite)
     report = progress or (lambda what, done, total: None)

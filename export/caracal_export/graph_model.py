@@ -103,6 +103,14 @@ class _Sequence:
     past: Iterator[Tensor]
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What the layers of a step over [B] tokens share: the attention's mask [B, W], and `past` as above."""
+
+    mask: Tensor
+    past: Iterator[Tensor]
+
+
 class _MultiHeadFourier(nn.Module):
     def __init__(self, config: CaracalConfig) -> None:
         super().__init__()
@@ -116,10 +124,13 @@ class _MultiHeadFourier(nn.Module):
         self.gate_conv = _PerHeadLinear(config)
         self.out_proj = _Linear(width, width, config.use_bias)
 
-    def forward(self, x: Tensor, sequence: _Sequence) -> tuple[Tensor, list[Tensor]]:
-        """[B, L, D] -> the branch's output and the state after it."""
-        past = sequence.past
+    def forward(self, x: Tensor, shared: _Sequence | _Step) -> tuple[Tensor, list[Tensor]]:
+        """[B, L, D], of a step [B, D] -> the branch's output and the state after it."""
         x = self.input_norm(x)
+        return self._step(x, shared.past) if isinstance(shared, _Step) else self._sequence(x, shared)
+
+    def _sequence(self, x: Tensor, sequence: _Sequence) -> tuple[Tensor, list[Tensor]]:
+        past = sequence.past
         if sequence.starts is None:
             padded = operators.zeros_before(x, self.taps - 1)
         else:
@@ -139,18 +150,16 @@ class _MultiHeadFourier(nn.Module):
             state.append(_tail(padded, sequence.lengths, self.taps - 1))
         return self.out_proj(y), state
 
-    def step(self, x: Tensor, past: Iterator[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """[B, D] -> the branch's output and the state after it."""
-        x = self.input_norm(x)
+    def _step(self, x: Tensor, past: Iterator[Tensor]) -> tuple[Tensor, list[Tensor]]:
         pending, first_v, first_g = next(past), next(past), next(past)
         recent_v, recent_g, lag_v, lag_g = next(past), next(past), next(past), next(past)
-        padded = torch.cat((next(past), x[:, None]), dim=1) if self.taps > 1 else x[:, None]  # (B, K, D)
+        padded = torch.cat((next(past), x.unsqueeze(1)), dim=1) if self.taps > 1 else x.unsqueeze(1)  # (B, K, D)
         v, g = self._streams((padded * self.pre_conv.weight).sum(1))
         recent = (recent_v * lag_g + recent_g * lag_v).sum(0)  # over the M slots
         y = pending + recent + v * first_g + g * first_v
         state = [v, g]
         if self.taps > 1:
-            state.append(padded[:, 1:])
+            state.append(padded.narrow(1, 1, self.taps - 1))
         return self.out_proj(y), state
 
     def _streams(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,24 +178,19 @@ class _SlidingWindowAttention(nn.Module):
         self.v_proj = _Linear(width, width, config.use_bias)
         self.out_proj = _Linear(width, width, config.use_bias)
 
-    def forward(self, x: Tensor, sequence: _Sequence) -> tuple[Tensor, list[Tensor]]:
-        """[B, L, D] -> the branch's output and the state after it."""
-        n = self.norm(x)
+    def forward(self, x: Tensor, shared: _Sequence | _Step) -> tuple[Tensor, list[Tensor]]:
+        """[B, L, D], of a step [B, D] -> the branch's output and the state after it."""
+        n, past = self.norm(x), shared.past
         q, k, v = self.q_proj(n), self.k_proj(n), self.v_proj(n)
-        if sequence.starts is None:
+        if isinstance(shared, _Step):
+            return self.out_proj(operators.ring_attention(q, k, v, next(past), next(past), shared.mask)), [k, v]
+        if shared.starts is None:
             y = operators.sliding_window_attention(q, k, v, self.heads, self.window)
             k, v = operators.zeros_before(k, self.window), operators.zeros_before(v, self.window)
         else:
-            k, v = torch.cat((next(sequence.past), k), dim=1), torch.cat((next(sequence.past), v), dim=1)
-            y = operators.chunk_attention(q, k, v, sequence.starts, self.heads, self.window)
-        state = [_tail(k, sequence.lengths, self.window), _tail(v, sequence.lengths, self.window)]
-        return self.out_proj(y), state
-
-    def step(self, x: Tensor, mask: Tensor, past: Iterator[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """[B, D] -> the branch's output and the state after it."""
-        n = self.norm(x)
-        q, k, v = self.q_proj(n), self.k_proj(n), self.v_proj(n)
-        return self.out_proj(operators.ring_attention(q, k, v, next(past), next(past), mask)), [k, v]
+            k, v = torch.cat((next(past), k), dim=1), torch.cat((next(past), v), dim=1)
+            y = operators.chunk_attention(q, k, v, shared.starts, self.heads, self.window)
+        return self.out_proj(y), [_tail(k, shared.lengths, self.window), _tail(v, shared.lengths, self.window)]
 
 
 def _tail(padded: Tensor, lengths: Tensor, count: int) -> Tensor:
@@ -217,19 +221,10 @@ class _Block(nn.Module):
         self.swa = _SlidingWindowAttention(config) if layer_type != MHF else None
         self.ffn = _FeedForward(config)
 
-    def forward(self, x: Tensor, sequence: _Sequence) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, x: Tensor, shared: _Sequence | _Step) -> tuple[Tensor, list[Tensor]]:
         mixer = self.mhf if self.mhf is not None else self.swa
         assert mixer is not None
-        y, state = mixer(x, sequence)
-        x = x + y
-        return x + self.ffn(x), state
-
-    def step(self, x: Tensor, mask: Tensor, past: Iterator[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        if self.mhf is not None:
-            y, state = self.mhf.step(x, past)
-        else:
-            assert self.swa is not None
-            y, state = self.swa.step(x, mask, past)
+        y, state = mixer(x, shared)
         x = x + y
         return x + self.ffn(x), state
 
@@ -258,12 +253,16 @@ class _Weights(nn.Module):
         x = self.norm(x)
         return operators.tied_head(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
 
-    def _read(self, input_ids: Tensor, sequence: _Sequence, logit_positions: Tensor) -> tuple[Tensor, ...]:
+    def _layers(self, input_ids: Tensor, shared: _Sequence | _Step) -> tuple[Tensor, list[Tensor]]:
         x = self.embed_tokens(input_ids)
         state: list[Tensor] = []
         for block in self.blocks:
-            x, present = block(x, sequence)
+            x, present = block(x, shared)
             state += present
+        return x, state
+
+    def _read(self, input_ids: Tensor, sequence: _Sequence, logit_positions: Tensor) -> tuple[Tensor, ...]:
+        x, state = self._layers(input_ids, sequence)
         return (self._logits(operators.gather_positions(x, logit_positions)), *state)
 
 
@@ -299,12 +298,7 @@ class StepGraph(_Weights):
 
     def forward(self, input_ids: Tensor, window_mask: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """See the class."""
-        x = self.embed_tokens(input_ids)
-        tensors, state = iter(past), []
-        for block in self.blocks:
-            assert isinstance(block, _Block)
-            x, present = block.step(x, window_mask, tensors)
-            state += present
+        x, state = self._layers(input_ids, _Step(window_mask, iter(past)))
         return (self._logits(x), *state)
 
 

@@ -73,7 +73,7 @@ class Row:
         count = len(tokens)
         self.ids += tokens
         self.carried = read.carried
-        self.history.append_layers(read.streams)
+        self.history.append_layers(read.streams, count)
         for layer, mixed in enumerate(read.mixed):
             self.history.add(len(self.ids), mixed[None, count:], slice(layer, layer + 1))
         self.queue.add(self.schedule.append(count, reach))

@@ -36,9 +36,8 @@ class History:
         for segment, at, low, high in self._grow(streams.shape[2]):
             self._streams[segment][:, :, at : at + high - low] = streams[:, :, low:high]
 
-    def append_layers(self, streams: Sequence[tuple[Array, Array]]) -> None:
-        """Adds tokens: v and g [count, D] of each layer."""
-        count = len(streams[0][0]) if streams else 0
+    def append_layers(self, streams: Sequence[tuple[Array, Array]], count: int) -> None:
+        """Adds tokens: v and g [count, D] of each layer; there may be none."""
         for segment, at, low, high in self._grow(count):
             for layer, (v, g) in enumerate(streams):
                 self._streams[segment][layer, 0, at : at + high - low] = v[low:high]

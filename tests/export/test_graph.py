@@ -328,15 +328,10 @@ def test_every_opset_computes_what_the_exported_graph_does(
 
 @pytest.mark.parametrize("opset", OPSETS)
 def test_every_node_has_a_readable_name_of_its_own(
-    request: pytest.FixtureRequest, retargeted: Callable[[str, str, int], Path], mixing: str, name: str, opset: int
+    retargeted: Callable[[str, str, int], Path], mixing: str, name: str, opset: int
 ) -> None:
     nodes = onnx.load(retargeted(mixing, name, opset), load_external_data=False).graph.node
     assert not [name for name, count in Counter(node.name for node in nodes).items() if count > 1]
-    if name == "step":
-        reason = (
-            "blocks are stepped by a method, which leaves no scope: nodes between modules are named after operators"
-        )
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     unreadable = [f"{node.op_type} {node.name!r}" for node in nodes if not _NAME.fullmatch(node.name)]
     assert not unreadable
 

@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 
 from .conftest import BundleCopy, Exported, Ran
 
-GREEDY = ("--temperature", "0", "--ignore-eos", "--threads", "1")
+# With the penalty no token repeats at once: a decoder that lost its place would show.
+GREEDY = ("--temperature", "0", "--repetition-penalty", "1e3", "--ignore-eos", "--threads", "1")
+OPTIONS = SamplingOptions(temperature=0, repetition_penalty=1e3)
 
 
 def generated(model: CausalLM, prompt: Any, count: int) -> tuple[list[int], str | None]:
     """What the API writes, greedily."""
-    (result,) = model.generate(prompt, max_new_tokens=count, options=SamplingOptions(temperature=0), stop_ids=())
+    (result,) = model.generate(prompt, max_new_tokens=count, options=OPTIONS, stop_ids=())
     return result.ids, result.text
 
 

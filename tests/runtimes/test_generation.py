@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 VOCABULARY = 320
 GREEDY = SamplingOptions(temperature=0)
+PENALTY = 1e3
+# Left alone an untrained model repeats itself, and a state that went wrong might not show: never the same token twice.
+NEW_TOKENS = SamplingOptions(temperature=0, repetition_penalty=PENALTY)
 PROMPT = "God said"
 # Around the window of 8, and of different lengths.
 PROMPTS = [[0], [5, 7], list(range(100, 107)), list(range(40, 48)), list(range(200, 225))]
@@ -27,11 +30,17 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     return x - x.max() - math.log(math.fsum(np.exp(x - x.max())))
 
 
-def argmax_loop(model: CausalLM, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+def argmax_loop(
+    model: CausalLM, prompt: Sequence[int], count: int, penalty: float = 1.0
+) -> tuple[list[int], list[float]]:
+    """The likeliest token each time, those that have occurred made less likely; log-probabilities are before that."""
     ids, logprobs = list(prompt), []
     for _ in range(count):
         logits = model.forward([ids])[0, -1]
-        ids.append(int(logits.argmax()))
+        scores = logits.copy()
+        for token in set(ids):
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        ids.append(int(scores.argmax()))
         logprobs.append(float(log_softmax(logits)[ids[-1]]))
     return ids[len(prompt) :], logprobs
 
@@ -56,7 +65,7 @@ def plain(model: CausalLM) -> SamplingOptions:
     """Sampling of tokens that are whole ASCII characters: an untrained model writes mostly broken bytes."""
     texts = {token: model.tokenizer.decode([token]) for token in range(VOCABULARY)}
     banned = [token for token, text in texts.items() if not text or not (text.isascii() and text.isprintable())]
-    return SamplingOptions(seed=2, temperature=2, logit_bias=dict.fromkeys(banned, -1e6))
+    return SamplingOptions(seed=3, temperature=2, logit_bias=dict.fromkeys(banned, -1e6))
 
 
 @pytest.fixture
@@ -75,6 +84,14 @@ class TestGreedy:
         result = run(model, prompt, max_new_tokens=20)
         assert result.ids == expected
         assert (result.prompt_ids, result.stopped_by) == (prompt, "length")
+        np.testing.assert_allclose(result.logprobs, logprobs, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+    def test_takes_the_likeliest_new_token_each_time(self, model: CausalLM, prompt: list[int]) -> None:
+        expected, logprobs = argmax_loop(model, prompt, 60, PENALTY)
+        assert len(set(expected)) == 60
+        result = run(model, prompt, max_new_tokens=60, options=NEW_TOKENS)
+        assert result.ids == expected
         np.testing.assert_allclose(result.logprobs, logprobs, rtol=1e-5, atol=1e-6)
 
     def test_does_not_depend_on_the_seed(self, model: CausalLM) -> None:
@@ -119,8 +136,8 @@ class TestSampled:
 
 class TestBatch:
     def test_greedy_rows_are_single_runs(self, model: CausalLM) -> None:
-        results = model.generate(PROMPTS, max_new_tokens=12, options=GREEDY, stop_ids=())
-        assert [result.ids for result in results] == [argmax_loop(model, prompt, 12)[0] for prompt in PROMPTS]
+        results = model.generate(PROMPTS, max_new_tokens=12, options=NEW_TOKENS, stop_ids=())
+        assert [result.ids for result in results] == [argmax_loop(model, prompt, 12, PENALTY)[0] for prompt in PROMPTS]
         assert [result.prompt_ids for result in results] == PROMPTS
 
     def test_sampled_rows_are_single_runs_with_the_rows_seeds(self, model: CausalLM) -> None:
@@ -311,7 +328,7 @@ class TestBadInput:
             run(model, max_new_tokens=count)
 
     def test_more_tokens_than_fit_are_refused_before_the_first(self, model: CausalLM) -> None:
-        with pytest.raises(InputError, match="input too large"):
+        with pytest.raises(InputError, match="context too long: 3 tokens and 1,000,000,000 new ones"):
             run(model, max_new_tokens=10**9, on_token=lambda *token: pytest.fail("it ran"))
 
     @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class TestGenerate:
     @OPTIONS
     def test_is_what_the_model_generates(self, model: CausalLM, options: SamplingOptions) -> None:
         expected = model.generate(PROMPTS, max_new_tokens=15, options=options, stop_ids=())
-        assert model.start(PROMPTS).generate(max_new_tokens=15, options=options, stop_ids=()) == expected
+        assert fresh(model, PROMPTS, 15, options) == [result.ids for result in expected]
 
     def test_rows_that_ended_go_on(self, model: CausalLM) -> None:
         """A row that met a stop id goes on behind it, others behind their last token."""
@@ -265,8 +265,10 @@ class TestSaved:
         loaded.save(tmp_path / "again")
         assert (tmp_path / "again").read_bytes() == (tmp_path / "state").read_bytes()
         for count in (25, 40):
-            expected = session.generate(max_new_tokens=count, options=options, stop_ids=())
-            assert loaded.generate(max_new_tokens=count, options=options, stop_ids=()) == expected
+            results = (one.generate(max_new_tokens=count, options=options, stop_ids=()) for one in (loaded, session))
+            for got, want in zip(*results, strict=True):
+                assert (got.prompt_ids, got.ids, got.text) == (want.prompt_ids, want.ids, want.text)
+                np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-4, atol=1e-5)
             session.append([7] * 20)
             loaded.append([7] * 20)
 

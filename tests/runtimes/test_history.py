@@ -50,6 +50,23 @@ class TestStreams:
             assert history.known == place
         np.testing.assert_array_equal(history.streams(0, place), whole)
 
+    def test_layer_by_layer(self) -> None:
+        whole = numbers(N, 2, 3 * SEGMENT + 9, D)
+        history = History(N, D)
+        history.add(0, numbers(N, 4 * SEGMENT, D))
+        for low, high in ((0, 5), (5, SEGMENT), (SEGMENT, SEGMENT), (SEGMENT, whole.shape[2])):
+            history.append_layers([(layer[0, low:high], layer[1, low:high]) for layer in whole], high - low)
+            assert history.known == high
+        np.testing.assert_array_equal(history.streams(0, whole.shape[2]), whole)
+        assert history.bytes == N * SEGMENT * D * 4 * (1 + 2 * 4)
+
+    def test_without_layers(self) -> None:
+        """Tokens of a model of attention alone are counted too."""
+        history = History(0, D)
+        history.append_layers([], 300)
+        history.append(np.zeros((0, 2, 1, D), np.float32))
+        assert (history.known, history.bytes) == (301, 0)
+
     @pytest.mark.parametrize("start", [0, 1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT - 1, 599])
     @pytest.mark.parametrize("count", [0, 1, 2, SEGMENT, SEGMENT + 2, 600])
     def test_zeros_where_no_token_is(self, start: int, count: int) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import InputError, NotRunError
-from caracal_runtimes.forward import ForwardPass
 from caracal_runtimes.metrics import compare_logits
+from caracal_runtimes.model import CausalLM
 from caracal_runtimes.parity import CaseResult, GreedyResult, ParityReport, ProviderReport, run_parity
 from caracal_runtimes.report import parity_table, verdict_line
-from caracal_runtimes.session import Placement
+from caracal_runtimes.session import Placement, Session
 from caracal_runtimes.tolerances import TOLERANCES
 
 STRICT = TOLERANCES["strict", "float32"]
@@ -160,8 +160,10 @@ class TestGoldens:
     def test_a_missing_tensor(self, copy: Any, key: str) -> None:
         copy.edit_golden(lambda tensors: tensors.pop(f"ragged/{key}"))
         report = check(copy.open(), "FAILED", 1)
-        assert list(reasons(report)) == ["ragged"]
-        assert f"could not be compared: golden.safetensors has no tensor 'ragged/{key}'" in reasons(report)["ragged"]
+        found = reasons(report)
+        assert list(found) == ["ragged", "ragged_by_steps"]  # the same tensors, read again in pieces
+        for reason in found.values():
+            assert f"could not be compared: golden.safetensors has no tensor 'ragged/{key}'" in reason
 
     def test_missing_columns(self, copy: Any) -> None:
         copy.edit_golden(lambda tensors: tensors.pop("vocabulary_0/columns"))
@@ -194,7 +196,9 @@ class TestGoldens:
     )
     def test_a_tensor_of_another_shape_or_type(self, copy: Any, key: str, change: Callable[[Any], Any]) -> None:
         copy.edit_golden(lambda tensors: tensors.update({f"odd/{key}": np.asarray(change(tensors[f"odd/{key}"]))}))
-        assert list(reasons(check(copy.open(), "FAILED", 1))) == ["odd"]
+        failed = list(reasons(check(copy.open(), "FAILED", 1)))
+        assert failed[0] == "odd"
+        assert failed[1:] in ([], ["odd_by_steps"])  # reading in pieces compares what both have
 
     @pytest.mark.parametrize(
         ("key", "change"),
@@ -244,7 +248,7 @@ class TestGoldens:
         def crash(*args: object) -> None:
             raise error
 
-        monkeypatch.setattr(ForwardPass, "forward", crash)
+        monkeypatch.setattr(Session, "run", crash)
         report = check(Bundle.open(exported.bundle), "FAILED", 1)
         assert len(reasons(report)) == len(report.providers[0].cases) + len(report.providers[0].greedy)
 
@@ -252,7 +256,7 @@ class TestGoldens:
         def interrupt(*args: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(ForwardPass, "forward", interrupt)
+        monkeypatch.setattr(Session, "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_parity(Bundle.open(exported.bundle), threads=1)
 
@@ -278,7 +282,7 @@ class TestGoldens:
 
 
 class TestGreedy:
-    def change(self, copy: Any, margin: float, at: int = 4) -> None:
+    def change(self, copy: Any, margin: float, at: int = 3) -> None:
         """Another token is recorded at `at`, with this margin between the reference's two best logits."""
 
         def change(tensors: dict[str, Any]) -> None:
@@ -297,17 +301,17 @@ class TestGreedy:
     def test_another_token_fails(self, copy: Any, margin: float) -> None:
         self.change(copy, margin)
         result = self.result(check(copy.open(), "FAILED", 1))
-        assert (result.agreeing, result.reason) == (4, "parts from the reference at token 4")
+        assert (result.agreeing, result.reason) == (3, "parts from the reference at token 3")
 
     def test_a_near_tie_is_excused_and_said(self, copy: Any) -> None:
         self.change(copy, STRICT.near_tie * 0.99)
         report = check(copy.open(), "PASSED", 0)
-        assert (self.result(report).agreeing, self.result(report).new_tokens) == (4, 32)
-        assert "parts at token 4 on a near tie (margin 9.9e-05)" in parity_table(report)
+        assert (self.result(report).agreeing, self.result(report).new_tokens) == (3, 32)
+        assert "parts at token 3 on a near tie (margin 9.9e-05)" in parity_table(report)
 
     def test_a_near_tie_elsewhere_excuses_nothing(self, copy: Any) -> None:
         self.change(copy, 1.0)
-        copy.edit_golden(lambda tensors: tensors[f"{FROM_START}/margins"].__setitem__(slice(5, None), 0))
+        copy.edit_golden(lambda tensors: tensors[f"{FROM_START}/margins"].__setitem__(slice(4, None), 0))
         check(copy.open(), "FAILED", 1)
 
 
@@ -324,7 +328,7 @@ class TestPlacement:
     def test_nodes_that_ran_elsewhere_or_nowhere(
         self, exported: Any, monkeypatch: pytest.MonkeyPatch, nodes: dict[str, int], words: str
     ) -> None:
-        monkeypatch.setattr(ForwardPass, "placement", lambda self: Placement(nodes, {}))
+        monkeypatch.setattr(CausalLM, "placement", lambda self: Placement(nodes, {}))
         report = run_parity(Bundle.open(exported.bundle), threads=1)
         line = verdict_line(report, report.providers[0])
         assert report.verdict != "PASSED"
@@ -333,7 +337,7 @@ class TestPlacement:
         assert words in line
 
     def test_wrong_numbers_weigh_more(self, copy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ForwardPass, "placement", lambda self: Placement({"OtherExecutionProvider": 1}, {}))
+        monkeypatch.setattr(CausalLM, "placement", lambda self: Placement({"OtherExecutionProvider": 1}, {}))
         copy.weight("norm.weight")[...] = 0
         copy.rehash()
         check(copy.open(), "FAILED", 1)

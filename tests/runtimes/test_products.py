@@ -203,6 +203,16 @@ class TestQueue:
             run.queue.advance()
         assert run.queue._credit == 0
 
+    def test_what_is_due_at_once_is_done_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also where no rate was paid for it."""
+        run = Run(1.0, 64, monkeypatch=monkeypatch)
+        run.queue.finish()
+        done = len(run.done)
+        product = Product(32, 16, 32, 16, 64, ((32, 48),))
+        run.queue.add([product])
+        run.queue.advance()
+        assert [p for _, p in run.done[done:]] == [product] * len(pieces(product, N, D, 1.0))
+
     def test_finish(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run = Run(1.0, 64, monkeypatch=monkeypatch)
         total = sum(len(pieces(product, N, D, 1.0)) for product in run.all)
