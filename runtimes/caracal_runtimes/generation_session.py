@@ -118,7 +118,9 @@ class GenerationSession:
         rule = StopRule.make(spec, max_new_tokens, stop, stop_ids)
         generation.check_ids("logit_bias", options.logit_bias, spec.vocab_size)
         tokenizer = self._source.tokenizer(bool(rule.strings))
-        self._check([1] * len(self._progress.contexts), rule.max_new_tokens, held=True)
+        # The token that is read first is the last of the context.
+        longest = max(map(len, self._progress.contexts))
+        self._check([1] * len(self._progress.contexts), rule.max_new_tokens, known=longest - 1)
         return generation.write(self._decoder, self._progress, tokenizer, rule, options, on_text, on_token)
 
     def append(self, text: str | Sequence[int], row: int | None = None) -> None:
@@ -128,12 +130,15 @@ class GenerationSession:
             InputError: nothing to add, no such row, ids outside the vocabulary, or more than memory allows.
         """
         rows = range(len(self._progress.contexts)) if row is None else [row]
-        if row is not None and (isinstance(row, bool) or not 0 <= row < len(self._progress.contexts)):
+        if row is not None and (type(row) is not int or not 0 <= row < len(self._progress.contexts)):
             raise InputError(f"row: expected 0 to {len(self._progress.contexts) - 1}, found {row!r}")
         tokenizer = self._source.tokenizer(isinstance(text, str))
-        (ids,) = generation.encode(tokenizer, text, self._source.graphs.spec.vocab_size, opening=False)
+        ids, *others = generation.encode(tokenizer, text, self._source.graphs.spec.vocab_size, opening=False)
+        if others:
+            raise InputError(f"prompt: expected one text or one list of ids, found {1 + len(others)}")
         for index in rows:
-            self._check([len(ids)], 0, held=True)
+            self._check([len(ids)], 0, known=len(self._progress.contexts[index]))
+        for index in rows:
             new = [*self._progress.unread[index], *ids]
             self._progress.logits[index] = self._decoder.extend(index, new)
             self._progress.contexts[index] += ids
@@ -165,10 +170,9 @@ class GenerationSession:
         decoder.adopt(rows)
         return cls(source, decoder, progress, chunk)
 
-    def _check(self, lengths: Sequence[int], new_tokens: int, *, held: bool = False) -> None:
-        """Refuses rows of so many tokens, or with `held` so many more than there are, and new ones after them."""
+    def _check(self, lengths: Sequence[int], new_tokens: int, *, known: int = 0) -> None:
+        """Refuses rows of so many tokens after `known` ones, and new ones after them."""
         graphs = self._source.graphs
-        known = max(map(len, self._progress.contexts)) if held else 0
         check_decode(
             graphs.spec,
             lengths,

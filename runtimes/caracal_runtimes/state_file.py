@@ -12,6 +12,8 @@ and `rows`: JSON with what is not a tensor. Tensors of row i, all float32 but th
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -61,14 +63,18 @@ def save(path: Path, bundle_id: str, rows: Sequence[Row], progress: Progress) ->
         "sha256": _digest(tensors, data),
         "rows": json.dumps(data),
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.parent / f".{path.name[:40]}.{os.getpid()}.tmp"  # shorter than the longest name there may be
     try:
+        if not path.name:
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
         write_safetensors(temporary, tensors, metadata)
         temporary.replace(path)
-    except OSError as error:
-        raise InputError(f"state: {path} cannot be written ({error.strerror or error})") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"state: {str(path)[:200]!r} cannot be written ({reason})") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            temporary.unlink()
 
 
 def load(path: Path, bundle_id: str, graphs: DecodeGraphs) -> tuple[list[Row], Progress]:
@@ -115,6 +121,10 @@ def _rows(
         streams, pending = tensors[f"{index}.streams"], tensors[f"{index}.pending"]
         if streams.shape != (len(graphs.mhf), 2, len(ids), spec.hidden_size) or spans[-1][0] != len(ids):
             raise ValueError(f"row {index} has streams of shape {list(streams.shape)} for {len(ids)} tokens")
+        ends = [0, *(end for end, _ in spans)]
+        waiting = entry["unread"]
+        if sorted(set(ends)) != ends or len(waiting) > 1 or not all(0 <= i < spec.vocab_size for i in [*ids, *waiting]):
+            raise ValueError(f"row {index} has tokens that cannot be")
         history = History(len(graphs.mhf), spec.hidden_size)
         history.append(streams)
         history.add(len(ids), pending)
@@ -123,6 +133,10 @@ def _rows(
         logits.append(tensors[f"{index}.logits"])
         unread.append([int(token) for token in entry["unread"]])
         contexts.append([*ids, *unread[-1]])
+    if {int(name.partition(".")[0]) for name in tensors} != set(range(len(rows))):
+        raise ValueError("its tensors are of other rows")
+    if len(data["generators"]) not in (0, len(rows)) or not all(0 <= state < 1 << 64 for state in data["generators"]):
+        raise ValueError("its random numbers are of other rows")
     generators = [Generator.resume(int(state)) for state in data["generators"]]
     return rows, Progress(contexts, np.stack(logits), unread, generators, data["seed"])
 

@@ -192,10 +192,10 @@ class TestSteps:
 
 
 class TestPrompts:
-    @pytest.mark.parametrize("chunk", [1, 8, 16, 20, 32])
-    @pytest.mark.parametrize("count", [15, 17, 31, 33, 47, 63, 65, 101, 129, 301])
+    @pytest.mark.parametrize("chunk", [1, 16, 20, 32])
+    @pytest.mark.parametrize("count", [15, 17, 31, 33, 47, 65, 129, 301])
     def test_longer_than_a_chunk(self, model: CausalLM, count: int, chunk: int) -> None:
-        Reader(model, chunk).prefill(count).step(0, times=45).check()
+        Reader(model, chunk).prefill(count).step(0, times=25).check()
 
     def test_every_length_in_chunks_of_16(self, model: CausalLM) -> None:
         for count in range(1, 70):
@@ -214,9 +214,14 @@ class TestPrompts:
         assert max(np.prod(size) for size in sizes) == 32
         assert len([size for size in sizes if len(size) == 2 and size[0] > 1]) >= 2, "short rows are read together"
 
-    def test_chunks_of_a_long_prompt_need_no_settling(self, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("before", [8, 11, 13, 16])
+    def test_chunks_of_a_long_text_need_no_settling(
+        self, model: CausalLM, monkeypatch: pytest.MonkeyPatch, before: int
+    ) -> None:
+        """Wherever it begins: the first chunks go up to a multiple of the later ones' length."""
         monkeypatch.setattr(Row, "settle", lambda self: pytest.fail("it settled"))
         Reader(model, 16).prefill(301).check()
+        Reader(model, 16).prefill(before).extend(0, 300).check()
 
     def test_progress_counts_every_token_of_every_row(self, model: CausalLM) -> None:
         told: list[tuple[int, int]] = []
@@ -432,7 +437,7 @@ def programs(draw: st.DrawFn) -> tuple[list[int], int, list[Any]]:
     return counts, draw(st.sampled_from([1, 8, 16, 32, CHUNK])), draw(st.lists(operations, max_size=8))
 
 
-@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@settings(max_examples=30, deadline=None, database=None, derandomize=True)
 @given(program=programs())
 def test_any_mixture(model: CausalLM, program: tuple[list[int], int, list[Any]]) -> None:
     counts, chunk, operations = program
@@ -536,7 +541,7 @@ def variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], CausalL
 class TestVariants:
     @pytest.mark.parametrize("count", [1, 2, 7, 20, 39])
     def test_steps(self, variant: Callable[[str], CausalLM], name: str, count: int) -> None:
-        Reader(variant(name)).prefill(count).step(0, times=150).check()
+        Reader(variant(name)).prefill(count).step(0, times=100).check()
 
     def test_chunks(self, variant: Callable[[str], CausalLM], name: str) -> None:
         for count in (5, 17, 33, 75):
@@ -566,12 +571,12 @@ class TestVariants:
 
 def everything(model: CausalLM) -> list[Reader]:
     """A bit of all that a decoder does, in few tokens."""
-    one = Reader(model, 16).prefill(3, 13, 44).step(0, 1, 2, times=33).step(2, 0, times=6)
-    one.extend(1, 12).extend(1, 2).step(1, times=3).extend(1, 3).step(1, 2, times=30)
+    one = Reader(model, 16).prefill(3, 13, 44).step(0, 1, 2, times=28).step(2, 0, times=6)
+    one.extend(1, 12).extend(1, 2).step(1, times=3).extend(1, 3).step(1, 2, times=21)
     two = one.fork(40)
-    one.step(0, 1, times=12)
-    two.extend(0, 30).step(0, 1, 2, times=12)
-    one.step(2, 1, times=30)
+    one.step(0, 1, times=9)
+    two.extend(0, 30).step(0, 1, 2, times=9)
+    one.step(2, 1, times=15)
     return [one, two]
 
 

@@ -308,7 +308,11 @@ class TestSaved:
     def test_replaces_an_older_one(self, model: CausalLM, tmp_path: Path) -> None:
         path = tmp_path / "state"
         model.start(list(range(100))).save(path)
+        reader = path.open("rb")  # whoever reads the older one at the time must not see half of each
+        before = path.read_bytes()
         model.start([1, 2]).save(path)
+        with reader:
+            assert reader.read() == before
         assert model.load_session(path).ids == [[1, 2]]
         assert list(tmp_path.iterdir()) == [path]
 

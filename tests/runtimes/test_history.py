@@ -149,6 +149,10 @@ class TestPending:
         history.add(600, numbers(N, 0, D))
         assert (history.bytes, history.pending_stop) == (size, 600)
         assert not history.pending(600, 900).any()
+        history, _ = filled(2 * SEGMENT)
+        size = history.bytes
+        history.add(2 * SEGMENT - 3, numbers(N, 3, D))
+        assert (history.bytes, history.pending_stop) == (size, 2 * SEGMENT)
 
     def test_where_it_stops(self) -> None:
         history, _ = filled(10)

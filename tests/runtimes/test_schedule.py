@@ -162,7 +162,7 @@ def programs(draw: st.DrawFn) -> tuple[int, int, float, list[tuple[str, int, int
     return lags, first, draw(st.floats(0, 1)), draw(st.lists(operations, min_size=1, max_size=9))
 
 
-@settings(max_examples=250, deadline=None, database=None, derandomize=True)
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
 @given(programs())
 def test_every_pair_is_counted_once_and_in_time(program: tuple[int, int, float, list[tuple[str, int, int]]]) -> None:
     lags, first, delay, operations = program

@@ -99,7 +99,7 @@ def write_whole(flag: str, name: str, text: str) -> None:
     sys.stdout.flush()
     path = Path(name)
     as_it_is = path.exists() and not path.is_file()  # a pipe or a device
-    temporary = path if as_it_is else path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path if as_it_is else path.with_name(f".{path.name[:40]}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         if temporary != path:
