@@ -120,10 +120,17 @@ def mixing(bundle: Bundle, context: int, threads: int) -> dict[str, Any]:
     feeds = {"v": array(1, context, width), "g": array(1, context, width)}
     naive_ms = layers * median_ms(lambda: whole.run(None, feeds))
 
-    inside = session(naive.recent_and_lags(width, lags), threads)
-    step_feeds = {name: array(lags, 1, width) for name in ("recent_v", "recent_g", "lag_v", "lag_g")}
-    step_feeds |= {name: array(1, width) for name in ("pending", "v", "g", "first_v", "first_g")}
-    inside_ms = layers * median_ms(lambda: inside.run(None, step_feeds), 99)
+    inside = session(naive.recent_and_lags(width, lags, layers), threads)
+    step_feeds = {
+        f"{name}.{layer}": array(*shape)
+        for layer in range(layers)
+        for names, shape in (
+            (("recent_v", "recent_g", "lag_v", "lag_g"), (lags, 1, width)),
+            (("pending", "v", "g", "first_v", "first_g"), (1, width)),
+        )
+        for name in names
+    }
+    inside_ms = median_ms(lambda: inside.run(None, step_feeds), 99)
 
     # One block of every size that a sequence of this length meets, computed in the pieces that decoding uses.
     history = History(layers, width)

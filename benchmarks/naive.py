@@ -155,32 +155,32 @@ def flip_and_sum(width: int) -> bytes:
     return bytes(proto.SerializeToString())
 
 
-def recent_and_lags(width: int, lags: int) -> bytes:
-    """One layer's mixing inside a step, as the step graph has it: everything but the block products."""
+def recent_and_lags(width: int, lags: int, layers: int) -> bytes:
+    """All layers' mixing inside a step, as the step graph has it: everything but the block products."""
     from onnx import TensorProto, helper
 
     def info(name: str, shape: list[int]) -> object:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
 
-    pairs = [("recent_v", "lag_g"), ("recent_g", "lag_v"), ("v", "first_g"), ("g", "first_v")]
-    products = [helper.make_node("Mul", list(pair), [f"p{index}"]) for index, pair in enumerate(pairs)]
-    graph = helper.make_graph(
-        [
-            helper.make_node("Constant", [], ["axis"], value_ints=[0]),
-            *products,
-            helper.make_node("Add", ["p0", "p1"], ["both"]),
-            helper.make_node("ReduceSum", ["both", "axis"], ["recent"], keepdims=0),
-            helper.make_node("Add", ["pending", "recent"], ["a"]),
-            helper.make_node("Add", ["a", "p2"], ["b"]),
-            helper.make_node("Add", ["b", "p3"], ["y"]),
-        ],
-        "recent_and_lags",
-        [
-            *(info(name, [lags, 1, width]) for name in ("recent_v", "recent_g", "lag_v", "lag_g")),
-            *(info(name, [1, width]) for name in ("pending", "v", "g", "first_v", "first_g")),
-        ],
-        [info("y", [1, width])],
-    )
+    nodes, inputs, outputs = [helper.make_node("Constant", [], ["axis"], value_ints=[0])], [], []
+    for layer in range(layers):
+
+        def name(tensor: str, layer: int = layer) -> str:
+            return f"{tensor}.{layer}"
+
+        pairs = [("recent_v", "lag_g"), ("recent_g", "lag_v"), ("v", "first_g"), ("g", "first_v")]
+        nodes += [helper.make_node("Mul", [name(a), name(b)], [name(f"p{i}")]) for i, (a, b) in enumerate(pairs)]
+        nodes += [
+            helper.make_node("Add", [name("p0"), name("p1")], [name("both")]),
+            helper.make_node("ReduceSum", [name("both"), "axis"], [name("recent")], keepdims=0),
+            helper.make_node("Add", [name("pending"), name("recent")], [name("a")]),
+            helper.make_node("Add", [name("a"), name("p2")], [name("b")]),
+            helper.make_node("Add", [name("b"), name("p3")], [name("y")]),
+        ]
+        inputs += [info(name(t), [lags, 1, width]) for t in ("recent_v", "recent_g", "lag_v", "lag_g")]
+        inputs += [info(name(t), [1, width]) for t in ("pending", "v", "g", "first_v", "first_g")]
+        outputs.append(info(name("y"), [1, width]))
+    graph = helper.make_graph(nodes, "recent_and_lags", inputs, outputs)
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
     proto.ir_version = 8
     return bytes(proto.SerializeToString())

@@ -143,7 +143,7 @@ class _MultiHeadFourier(nn.Module):
         if sequence.starts is None:
             y, mixed = operators.convolve(v, g)
         else:
-            y, mixed = operators.convolve_pairs(v, lag_g, g, lag_v, True)
+            y, mixed = operators.convolve_pairs(v, lag_g, g, lag_v, True, True)
             y = pending + y
         state = [v, g, mixed]
         if self.taps > 1:
@@ -306,11 +306,18 @@ class ConvolveGraph(nn.Module):
     """The mixing of a block of U tokens with K lags: v_block * g_lags + g_block * v_lags, [R, U + K, D] (float32).
 
     `v_block`, `g_block`: [R, U, D]; `v_lags`, `g_lags`: [R, K, D] with K >= U. Rows and channels are independent.
+
+    Args:
+        long: the form whose tables stay small, for blocks of 2,048 tokens and more. Both compute the same.
     """
+
+    def __init__(self, long: bool) -> None:
+        super().__init__()
+        self.long = long
 
     def forward(self, v_block: Tensor, g_block: Tensor, v_lags: Tensor, g_lags: Tensor) -> Tensor:
         """See the class."""
-        return operators.convolve_pairs(v_block, g_lags, g_block, v_lags, False)[1]
+        return operators.convolve_pairs(v_block, g_lags, g_block, v_lags, False, not self.long)[1]
 
 
 def state_names(config: CaracalConfig, graph: str) -> list[str]:

@@ -28,7 +28,7 @@ Value = Any  # a symbolic tensor of the graph under construction
 class _Method(Protocol):
     """Sum of linear convolutions of pairs [B, L, D] and [B, K, D]: its first L rows, and all L + K (the last is zero)."""
 
-    def __call__(self, pairs: Sequence[tuple[Value, Value]], *, shared: bool) -> tuple[Value, Value]: ...
+    def __call__(self, pairs: Sequence[tuple[Value, Value]], *, folded: bool) -> tuple[Value, Value]: ...
 
 
 def _ints(*values: int) -> Value:
@@ -219,11 +219,11 @@ def _sum(terms: Sequence[tuple[Value, Value]]) -> tuple[Value, Value]:
     return real, imag
 
 
-def _convolve_matmul(pairs: Sequence[tuple[Value, Value]], *, shared: bool) -> tuple[Value, Value]:
+def _convolve_matmul(pairs: Sequence[tuple[Value, Value]], *, folded: bool) -> tuple[Value, Value]:
     """A `_Method` by dense matrix products."""
     left, right = _dim(pairs[0][0], 1), _dim(pairs[0][1], 1)
     total = op.Add(left, right)
-    transform = _FourStep(total, folded=shared)
+    transform = _FourStep(total, folded=folded)
     firsts = transform.spectra([a for a, _ in pairs], left)
     seconds = transform.spectra([b for _, b in pairs], right)
     columns = transform.inverse(_sum([_complex_product(a, b) for a, b in zip(firsts, seconds, strict=True)]))
@@ -232,7 +232,7 @@ def _convolve_matmul(pairs: Sequence[tuple[Value, Value]], *, shared: bool) -> t
     return op.Slice(early, _ints(0), left, _ints(1)), op.Slice(whole, _ints(0), total, _ints(1))
 
 
-def _convolve_dft(pairs: Sequence[tuple[Value, Value]], *, shared: bool) -> tuple[Value, Value]:
+def _convolve_dft(pairs: Sequence[tuple[Value, Value]], *, folded: bool) -> tuple[Value, Value]:
     """A `_Method` by the ONNX operator `DFT` (opset 17: the axis is an attribute), two-sided both ways.
 
     The streams are padded to a power of two before the transform, so that the operator needs no `dft_length` (which some
@@ -261,15 +261,15 @@ def _convolve_dft(pairs: Sequence[tuple[Value, Value]], *, shared: bool) -> tupl
 
 def convolve(v: Value, g: Value, *, method: _Method) -> tuple[Value, Value]:
     """The linear convolution of [B, L, D] with [B, L, D]: its first L rows, and all 2L (the last is zero)."""
-    return method([(v, g)], shared=True)
+    return method([(v, g)], folded=True)
 
 
-def convolve_pairs(a: Value, b: Value, c: Value, d: Value, shared: bool, *, method: _Method) -> tuple[Value, Value]:
+def convolve_pairs(a: Value, b: Value, c: Value, d: Value, folded: bool, *, method: _Method) -> tuple[Value, Value]:
     """A * b + c * d, for a, c [B, L, D] and b, d [B, K, D], K >= L: the first L rows, and all L + K.
 
-    `shared` says that many layers of one graph compute products of this size, and that K = L.
+    `folded` as in `_FourStep`; the operator DFT has one form.
     """
-    return method([(a, b), (c, d)], shared=shared)
+    return method([(a, b), (c, d)], folded=folded)
 
 
 def zeros_before(x: Value, count: int) -> Value:
@@ -449,8 +449,8 @@ def translation_table(mixing: str) -> dict[Callable[..., Any], Callable[..., Any
     def convolve_here(v: Value, g: Value) -> tuple[Value, Value]:
         return convolve(v, g, method=method)
 
-    def convolve_pairs_here(a: Value, b: Value, c: Value, d: Value, shared: bool) -> tuple[Value, Value]:
-        return convolve_pairs(a, b, c, d, shared, method=method)
+    def convolve_pairs_here(a: Value, b: Value, c: Value, d: Value, square: bool, folded: bool) -> tuple[Value, Value]:
+        return convolve_pairs(a, b, c, d, folded, method=method)
 
     return {
         ops.convolve.default: convolve_here,

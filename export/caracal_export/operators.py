@@ -30,18 +30,19 @@ def _(v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("caracal::convolve_pairs", mutates_args=())
-def convolve_pairs(a: Tensor, b: Tensor, c: Tensor, d: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
+def convolve_pairs(a: Tensor, b: Tensor, c: Tensor, d: Tensor, square: bool, folded: bool) -> tuple[Tensor, Tensor]:
     """A * b + c * d for a, c [B, L, D] and b, d [B, K, D], K >= L: the first L rows, and all L + K (the last is zero).
 
-    `shared` says that many layers of one graph compute products of this size, and that K = L.
+    `square` says that K = L. `folded` chooses between two forms of the transform with the same result: tables of N sqrt(N)
+    numbers that make it fast, or tables of N for sizes at which these would take longer to build than to use.
     """
     whole = _whole_convolution(a, b) + _whole_convolution(c, d)
     return whole[:, : a.shape[1]].clone(), whole
 
 
 @convolve_pairs.register_fake
-def _(a: Tensor, b: Tensor, c: Tensor, d: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
-    total = 2 * a.shape[1] if shared else a.shape[1] + b.shape[1]
+def _(a: Tensor, b: Tensor, c: Tensor, d: Tensor, square: bool, folded: bool) -> tuple[Tensor, Tensor]:
+    total = 2 * a.shape[1] if square else a.shape[1] + b.shape[1]
     return torch.empty_like(a), a.new_empty(a.shape[0], total, a.shape[2])
 
 

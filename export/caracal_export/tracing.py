@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import onnx
 import onnx_ir as ir
@@ -131,7 +132,7 @@ def _step(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs, lis
     return StepGraph.from_reference(model, config), inputs, outputs
 
 
-def _convolve(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs, list[str]]:
+def _convolve(model: CaracalModel, lags: int, *, long: bool = False) -> tuple[torch.nn.Module, _Inputs, list[str]]:
     block, lag = ("rows", "block", "channels"), ("rows", "lags", "channels")
     inputs: _Inputs = [
         _Input("v_block", block),
@@ -139,7 +140,7 @@ def _convolve(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs,
         _Input("v_lags", lag),
         _Input("g_lags", lag),
     ]
-    return ConvolveGraph().eval(), inputs, ["mixed"]
+    return ConvolveGraph(long).eval(), inputs, ["mixed"]
 
 
 def _carried(config: CaracalConfig) -> dict[str, tuple[int | str, ...]]:
@@ -152,7 +153,13 @@ def _past(config: CaracalConfig, graph: str, shapes: dict[str, tuple[int | str, 
     return [_Input(f"past.{name}", shapes[name.partition(".")[2]]) for name in state_names(config, graph)]
 
 
-_TRACED = {"forward": _forward, "extend": _extend, "step": _step, "convolve": _convolve}
+_TRACED: dict[str, Callable[[CaracalModel, int], tuple[torch.nn.Module, _Inputs, list[str]]]] = {
+    "forward": _forward,
+    "extend": _extend,
+    "step": _step,
+    "convolve": _convolve,
+    "convolve_long": partial(_convolve, long=True),
+}
 #: The graphs of a bundle.
 GRAPHS = tuple(_TRACED)
 

@@ -10,6 +10,7 @@ import onnx
 import torch
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import NotRunError
+from caracal_runtimes.manifest import WEIGHTLESS
 from caracal_runtimes.parity import ParityReport, Progress, run_parity
 from caracal_runtimes.report import verdict_line
 
@@ -48,7 +49,7 @@ def verify(model: CaracalModel, bundle: Path, *, threads: int, progress: Progres
     progress("comparing weights", 0, 1)
     opened = Bundle.open(bundle)
     for name, graph in opened.manifest.graphs.items():
-        if name != "convolve":
+        if name not in WEIGHTLESS:
             weights.compare_weights(model, opened.file(graph.file))
     found = run_parity(
         opened, threads=threads, progress=lambda what, done, total: progress(f"verifying: {what}", done, total)

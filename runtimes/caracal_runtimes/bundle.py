@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caracal_runtimes.errors import BundleError, NotRunError
-from caracal_runtimes.manifest import MANIFEST_FILE, FileEntry, Manifest
+from caracal_runtimes.manifest import MANIFEST_FILE, WEIGHTLESS, FileEntry, Manifest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -142,7 +142,7 @@ class Bundle:
 
         def open_session(graph: str, *, packed: bool = False) -> Session:
             # The convolution has no weights to share.
-            shared = None if packed or graph == "convolve" else weights
+            shared = None if packed or graph in WEIGHTLESS else weights
             return Session(self.file(graphs[graph].file), ep, threads=threads, ep_options=ep_options, weights=shared)
 
         spec = self.manifest.model

@@ -18,6 +18,9 @@ from caracal_runtimes.errors import BundleError
 from caracal_runtimes.manifest import MHF, SWA, GraphSpec, ModelSpec
 from caracal_runtimes.session import Session
 
+#: Tokens of a block from which on `convolve_long` is the faster of the two.
+LONG_BLOCK = 2048
+
 Array = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
@@ -128,7 +131,8 @@ class DecodeGraphs:
     def convolve(self, v_block: Array, g_block: Array, v_lags: Array, g_lags: Array) -> Array:
         """v_block * g_lags + g_block * v_lags: [R, U, D'] with [R, K, D'] -> [R, U + K, D']."""
         feeds = {"v_block": v_block, "g_block": g_block, "v_lags": v_lags, "g_lags": g_lags}
-        result: Array = self.session("convolve").run(feeds, ["mixed"])[0]
+        graph = "convolve_long" if v_block.shape[1] >= LONG_BLOCK else "convolve"
+        result: Array = self.session(graph).run(feeds, ["mixed"])[0]
         return result
 
     def _read(self, graph: str, feeds: Mapping[str, NDArray[np.generic]], lengths: NDArray[np.generic]) -> list[Read]:

@@ -101,6 +101,8 @@ class GenerationSession:
     ) -> list[Generated]:
         """Continues every row until it stops. Called again, it goes on from there.
 
+        Text is decoded call by call: a character whose bytes two calls share is a U+FFFD in both.
+
         Args:
             max_new_tokens: at least 1, for each row.
             options: how to sample; the default samples at temperature 1. With the seed of the call before, the random

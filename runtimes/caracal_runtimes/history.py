@@ -60,17 +60,32 @@ class History:
 
     def streams(self, start: int, stop: int, layers: slice = slice(None), channels: slice = slice(None)) -> Array:
         """Both streams at positions [start, stop), a copy [N', 2, stop - start, D']; zeros where no token is known."""
-        shape = self._shape(layers, channels)
-        found = np.zeros((shape[0], 2, stop - start, shape[1]), np.float32)
-        position = max(0, start)
-        end = min(stop, self.known)
+        count, width = self._shape(layers, channels)
+        found = np.empty((count, 2, stop - start, width), np.float32)
+        for stream in (0, 1):
+            self._copy(stream, start, stop, layers, channels, found[:, stream])
+        return found
+
+    def stream(
+        self, which: int, start: int, stop: int, layers: slice = slice(None), channels: slice = slice(None)
+    ) -> Array:
+        """As `streams`, v (0) or g (1) alone: [N', stop - start, D'], contiguous."""
+        count, width = self._shape(layers, channels)
+        found = np.empty((count, stop - start, width), np.float32)
+        self._copy(which, start, stop, layers, channels, found)
+        return found
+
+    def _copy(self, which: int, start: int, stop: int, layers: slice, channels: slice, out: Array) -> None:
+        position = min(max(0, start), stop)
+        end = max(position, min(stop, self.known))
+        out[:, : position - start] = 0
+        out[:, end - start :] = 0
         while position < end:
             segment, at = divmod(position, SEGMENT)
             take = min(SEGMENT - at, end - position)
-            part = self._streams[segment][layers, :, at : at + take, channels]
-            found[:, :, position - start : position - start + take] = part
+            part = self._streams[segment][layers, which, at : at + take, channels]
+            out[:, position - start : position - start + take] = part
             position += take
-        return found
 
     def pending(self, start: int, stop: int) -> Array:
         """What known tokens add to positions [start, stop), a copy [N, stop - start, D]."""

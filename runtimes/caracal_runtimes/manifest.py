@@ -19,7 +19,9 @@ FORMAT = "caracal-bundle"
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 #: Graphs that every bundle has; `docs/bundle-format.md` states what they take and give.
-GRAPHS = ("forward", "extend", "step", "convolve")
+GRAPHS = ("forward", "extend", "step", "convolve", "convolve_long")
+#: Those of them that read no weights.
+WEIGHTLESS = ("convolve", "convolve_long")
 
 MHF, SWA = "mhf", "sliding_attention"
 

@@ -63,19 +63,20 @@ def pieces(product: Product, layers: int, channels: int, work: float) -> list[Pi
 
 def compute(product: Product, piece: Piece, history: History, convolve: Convolve) -> None:
     """Computes a piece of a product and adds it to what is pending in `history`."""
-    lags_stop = product.first_lag + product.lags
-    block = history.streams(product.start, product.start + product.size, piece.layers, piece.channels)
-    lags = history.streams(product.first_lag, lags_stop, piece.layers, piece.channels)
+    stop, lags_stop = product.start + product.size, product.first_lag + product.lags
+    v, g = (history.stream(which, product.start, stop, piece.layers, piece.channels) for which in (0, 1))
+    v_lags, g_lags = (
+        history.stream(which, product.first_lag, lags_stop, piece.layers, piece.channels) for which in (0, 1)
+    )
     counted = np.zeros(product.size, dtype=bool)
     for begin, end in product.ranges:
         counted[begin - product.start : end - product.start] = True
         if product.start < lags_stop:  # the block is among its own lags
             low, high = max(begin, product.first_lag), min(end, lags_stop)
-            lags[:, 0, max(0, low - product.first_lag) : max(0, high - product.first_lag)] = 0
+            v_lags[:, max(0, low - product.first_lag) : max(0, high - product.first_lag)] = 0
     if not counted.all():
-        block[:, :, ~counted] = 0
-    v, g = (np.ascontiguousarray(block[:, stream]) for stream in (0, 1))
-    v_lags, g_lags = (np.ascontiguousarray(lags[:, stream]) for stream in (0, 1))
+        v[:, ~counted] = 0
+        g[:, ~counted] = 0
     terms = convolve(v, g, v_lags, g_lags)
     first = product.start + product.first_lag
     skip = max(0, product.due - first)

@@ -96,7 +96,8 @@ class Schedule:
         """Counts every pair of the tokens so far: afterwards it is as if they had been read in one piece.
 
         Returns:
-            What is still owed besides the products that were returned before: unfilled blocks, and the first lags.
+            What is still owed besides the products that were returned before: unfilled blocks, and the first lags. They
+            are to be computed before another token is taken, which an unfilled block would count too.
         """
         known, found = self.known, []
         for size in self._sizes(known):

@@ -121,7 +121,7 @@ def _described(values: Iterable[onnx.ValueInfoProto]) -> list[dict[str, Any]]:
 def test_manifest_describes_every_graph(exported: tuple[str, Path]) -> None:
     mixing, folder = exported
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["graphs"].keys() == set(GRAPHS) == {"forward", "extend", "step", "convolve"}
+    assert manifest["graphs"].keys() == set(GRAPHS) == {"forward", "extend", "step", "convolve", "convolve_long"}
     for name, entry in manifest["graphs"].items():
         graph = onnx.load(folder / f"{name}.onnx", load_external_data=False).graph
         assert entry == {
@@ -224,8 +224,8 @@ def test_a_slightly_wrong_lowering_is_not_written(
 
     right = lowerings.MIXINGS["matmul"]
 
-    def off_by_a_thousandth(pairs: Any, *, shared: bool) -> Any:
-        first, whole = right(pairs, shared=shared)
+    def off_by_a_thousandth(pairs: Any, *, folded: bool) -> Any:
+        first, whole = right(pairs, folded=folded)
         return op.Mul(first, op.Constant(value_float=1.001)), whole
 
     monkeypatch.setitem(lowerings.MIXINGS, "matmul", off_by_a_thousandth)  # type: ignore[arg-type]

@@ -155,6 +155,13 @@ def _documented(config: CaracalConfig) -> dict[str, Shapes]:
         "values": ["batch", heads, window, width // heads],
     }
     new: Shapes = {name: ["batch", width] for name in ("v", "g")}
+    product: Shapes = {
+        "v_block": ["rows", "block", "channels"],
+        "g_block": ["rows", "block", "channels"],
+        "v_lags": ["rows", "lags", "channels"],
+        "g_lags": ["rows", "lags", "channels"],
+        "mixed": ["rows", "lags + block", "channels"],
+    }
     return {
         "forward": {**reading, "logits": logits, **read},
         "extend": {
@@ -171,13 +178,7 @@ def _documented(config: CaracalConfig) -> dict[str, Shapes]:
             "logits": ["batch", vocabulary],
             **_state("present", {**new, **tail}, {"key": ["batch", width], "value": ["batch", width]}),
         },
-        "convolve": {
-            "v_block": ["rows", "block", "channels"],
-            "g_block": ["rows", "block", "channels"],
-            "v_lags": ["rows", "lags", "channels"],
-            "g_lags": ["rows", "lags", "channels"],
-            "mixed": ["rows", "lags + block", "channels"],
-        },
+        **dict.fromkeys(("convolve", "convolve_long"), product),
     }
 
 
@@ -359,8 +360,8 @@ def test_retarget_refuses_an_opset_it_was_not_made_for(bundle: Callable[[str], P
 
 def test_each_mixing_computes_its_transform_its_own_way(graph: onnx.GraphProto, name: str, mixing: str) -> None:
     """A step has no transform; what extends a sequence transforms the streams of the lags as well."""
-    streams = {"forward": 2, "extend": 4, "step": 0, "convolve": 4}[name]
-    transforms = LAYERS.count("mhf") if name in READERS else int(name == "convolve")
+    streams = {"forward": 2, "extend": 4, "step": 0, "convolve": 4, "convolve_long": 4}[name]
+    transforms = LAYERS.count("mhf") if name in READERS else int(name.startswith("convolve"))
     inverse = int(streams > 0)
     found = Counter(node.op_type for node in graph.node)["DFT"]
     assert found == (0 if mixing == "matmul" else (streams + inverse) * transforms)

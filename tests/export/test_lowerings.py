@@ -225,22 +225,28 @@ def test_one_wrong_sign_fails_the_comparison(
 
 
 @pytest.fixture(scope="module")
-def pair_graphs() -> dict[tuple[str, bool], onnx.ModelProto]:
-    """By mixing and `shared`."""
+def pair_graphs() -> dict[tuple[str, str], onnx.ModelProto]:
+    """By mixing and form: `square` as in `extend`, `short` and `long` as in the two graphs of block products."""
     block, lags = ("batch", "length", WIDTH), ("batch", "longer", WIDTH)
 
-    def shared(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        return operators.convolve_pairs(a, b, c, d, True)
+    def square(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        return operators.convolve_pairs(a, b, c, d, True, True)
 
-    def alone(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        return operators.convolve_pairs(a, b, c, d, False)
+    def short(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        return operators.convolve_pairs(a, b, c, d, False, True)
 
-    graphs = {(mixing, True): _trace(shared, [block] * 4, mixing) for mixing in MIXINGS}
-    return graphs | {(mixing, False): _trace(alone, [block, lags, block, lags], mixing) for mixing in MIXINGS}
+    def long(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        return operators.convolve_pairs(a, b, c, d, False, False)
+
+    return {
+        (mixing, form.__name__): _trace(form, shapes, mixing)
+        for form, shapes in ((square, [block] * 4), (short, [block, lags] * 2), (long, [block, lags] * 2))
+        for mixing in MIXINGS
+    }
 
 
 @pytest.fixture(scope="module")
-def pairs(pair_graphs: dict[tuple[str, bool], onnx.ModelProto]) -> dict[tuple[str, bool], dict[str, Run]]:
+def pairs(pair_graphs: dict[tuple[str, str], onnx.ModelProto]) -> dict[tuple[str, str], dict[str, Run]]:
     return {key: _runners(graph) for key, graph in pair_graphs.items()}
 
 
@@ -255,46 +261,49 @@ def _pairs_error(run: Run, batch: int, length: int, longer: int, relative_l2: Ca
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("evaluator", EVALUATORS)
 @pytest.mark.parametrize("mixing", MIXINGS)
-def test_shared_pairs_are_the_direct_sums(
-    pairs: dict[tuple[str, bool], dict[str, Run]],
+def test_square_pairs_are_the_direct_sums(
+    pairs: dict[tuple[str, str], dict[str, Run]],
     relative_l2: Callable[..., float],
     mixing: str,
     evaluator: str,
     length: int,
 ) -> None:
-    assert _pairs_error(pairs[mixing, True][evaluator], BATCH, length, length, relative_l2) <= 1e-6
+    assert _pairs_error(pairs[mixing, "square"][evaluator], BATCH, length, length, relative_l2) <= 1e-6
 
 
 @pytest.mark.parametrize(("length", "longer"), PAIRS)
 @pytest.mark.parametrize("evaluator", EVALUATORS)
+@pytest.mark.parametrize("form", ["short", "long"])
 @pytest.mark.parametrize("mixing", MIXINGS)
-def test_pairs_alone_are_the_direct_sums(
-    pairs: dict[tuple[str, bool], dict[str, Run]],
+def test_pairs_of_two_lengths_are_the_direct_sums(
+    pairs: dict[tuple[str, str], dict[str, Run]],
     relative_l2: Callable[..., float],
     mixing: str,
+    form: str,
     evaluator: str,
     length: int,
     longer: int,
 ) -> None:
-    assert _pairs_error(pairs[mixing, False][evaluator], BATCH, length, longer, relative_l2) <= 1e-6
+    assert _pairs_error(pairs[mixing, form][evaluator], BATCH, length, longer, relative_l2) <= 1e-6
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("form", ["square", "short", "long"])
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_pairs_take_any_batch(
-    pairs: dict[tuple[str, bool], dict[str, Run]], relative_l2: Callable[..., float], mixing: str, shared: bool
+    pairs: dict[tuple[str, str], dict[str, Run]], relative_l2: Callable[..., float], mixing: str, form: str
 ) -> None:
     for batch in (1, 3, 7):
-        for run in pairs[mixing, shared].values():
-            assert _pairs_error(run, batch, 9, 9 if shared else 13, relative_l2) <= 1e-6
+        for run in pairs[mixing, form].values():
+            assert _pairs_error(run, batch, 9, 9 if form == "square" else 13, relative_l2) <= 1e-6
 
 
+@pytest.mark.parametrize("form", ["short", "long"])
 @pytest.mark.parametrize("mixing", MIXINGS)
-def test_pairs_do_not_wrap_around(pairs: dict[tuple[str, bool], dict[str, Run]], mixing: str) -> None:
+def test_pairs_do_not_wrap_around(pairs: dict[tuple[str, str], dict[str, Run]], mixing: str, form: str) -> None:
     """Each input's last row reaches the rows from its own place on, and none before."""
     a, c = _streams(BATCH, 16)
     b, d = _normal(BATCH, 40, WIDTH, seed=3), _normal(BATCH, 40, WIDTH, seed=4)
-    for run in pairs[mixing, False].values():
+    for run in pairs[mixing, form].values():
         before = run(a, b, c, d)[1]
         for index, last in enumerate((15, 39, 15, 39)):
             inputs = [x.copy() for x in (a, b, c, d)]
@@ -306,22 +315,31 @@ def test_pairs_do_not_wrap_around(pairs: dict[tuple[str, bool], dict[str, Run]],
 
 # The tables' twiddle factors are multiplied in where they serve one call: twice as many products to get wrong.
 @pytest.mark.parametrize(
-    ("mixing", "shared", "signs"), [("matmul", True, 11), ("matmul", False, 20), ("dft", True, 2), ("dft", False, 2)]
+    ("mixing", "form", "signs"),
+    [
+        ("matmul", "square", 11),
+        ("matmul", "short", 11),
+        ("matmul", "long", 20),
+        ("dft", "square", 2),
+        ("dft", "short", 2),
+        ("dft", "long", 2),
+    ],
 )
 def test_one_wrong_sign_of_pairs_fails_the_comparison(
-    pair_graphs: dict[tuple[str, bool], onnx.ModelProto],
+    pair_graphs: dict[tuple[str, str], onnx.ModelProto],
     relative_l2: Callable[..., float],
     mixing: str,
-    shared: bool,
+    form: str,
     signs: int,
 ) -> None:
-    graph = pair_graphs[mixing, shared]
+    graph = pair_graphs[mixing, form]
     found = _signs(graph)
     assert len(found) == signs
     for index, wrong in found:
         run = _runner(_changed(graph, index, wrong), "onnxruntime")
         errors = [
-            _pairs_error(run, BATCH, length, length if shared else longer, relative_l2) for length, longer in PAIRS[:9]
+            _pairs_error(run, BATCH, length, length if form == "square" else longer, relative_l2)
+            for length, longer in PAIRS[:9]
         ]
         assert max(errors) > 1e-2, index
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 HASH = "0123456789abcdef" * 4
 IDS = {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]}
 LOGITS = {"name": "logits", "dtype": "float32", "shape": ["batch", "positions", 19]}
-GRAPHS = ("forward", "extend", "step", "convolve")
+GRAPHS = ("forward", "extend", "step", "convolve", "convolve_long")
 
 
 def graph(name: str, inputs: list[Any], outputs: list[Any]) -> dict[str, Any]:
