@@ -640,7 +640,7 @@ def test_overwrite_spares_a_file_that_was_added_to_a_bundle(
     assert (target / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("pid", [os.getpid(), 1])
+@pytest.mark.parametrize("pid", [os.getpid(), 1], ids=["own", "other"])
 def test_a_replaced_bundle_comes_back_whoever_has_its_process_id_now(
     checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path], pid: int
 ) -> None:

@@ -136,7 +136,9 @@ def _flip_a_byte(file: Path, stored_tensor: Stored, name: str) -> None:
     tensor.flush()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("file", [WEIGHTS, *GRAPHS, "convolve.onnx", "golden.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "file", [WEIGHTS, *GRAPHS, "convolve.onnx", "convolve_long.onnx", "golden.safetensors", "tokenizer.json"]
+)
 def test_a_changed_byte_names_the_file(altered: Path, file: str) -> None:
     data = bytearray((altered / file).read_bytes())
     data[len(data) // 2] ^= 1

@@ -20,7 +20,7 @@ from caracal_runtimes.session import Session
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
 WEIGHTY = ("extend.onnx", "forward.onnx", "step.onnx")  # the graphs that have weights
-GRAPHS = ("convolve.onnx", *WEIGHTY)
+GRAPHS = ("convolve.onnx", "convolve_long.onnx", *WEIGHTY)
 FILES = tuple(sorted(("README.md", *GRAPHS, "golden.safetensors", "tokenizer.json", "weights.safetensors")))
 
 
