@@ -35,7 +35,7 @@ from models import random_bundle, random_model
 
 from caracal import CaracalModel
 
-WHOLE_LIMIT, NAIVE_LIMIT = 4096, 65536
+WHOLE_LIMIT, NAIVE_LIMIT = 4096, 16384
 
 
 def steppers(

@@ -17,10 +17,12 @@ from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.decode_state import CHUNK
 from caracal_runtimes.decoding import Stateful
 from caracal_runtimes.environment import environment, peak_bytes, reset_peak
-from caracal_runtimes.errors import InputError
+from caracal_runtimes.errors import InputError, NumericError
 from caracal_runtimes.generation_session import check_chunk
 from caracal_runtimes.limits import check_decode
 from caracal_runtimes.model import CausalLM
+
+_MOST_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class BenchOptions:
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise InputError(f"{name} must be an integer of at least {least}, found {value!r}")
+        if self.batch > _MOST_ROWS:
+            raise InputError(f"--batch must be an integer from 1 to {_MOST_ROWS}, found {self.batch}")
         if not self.contexts:
             raise InputError("--contexts: expected at least one length, found none")
         check_chunk(self.chunk)
@@ -117,6 +121,7 @@ def run_bench(
 
     Raises:
         InputError: a context that does not fit, or a bad provider.
+        NumericError: the model's logits are not finite.
     """
     options = options or BenchOptions()
     model = bundle.model(ep, threads=threads)
@@ -170,8 +175,11 @@ def _measure(model: CausalLM, context: int, options: BenchOptions, rng: np.rando
     times = []
     for _ in range(options.warmup + options.new_tokens):
         start = time.perf_counter()
-        tokens = decoder.step(rows, tokens).argmax(axis=1).tolist()
+        logits = decoder.step(rows, tokens)
+        tokens = logits.argmax(axis=1).tolist()
         times.append(time.perf_counter() - start)
+    if not np.isfinite(logits).all():
+        raise NumericError("bench: the model's logits are NaN or infinite; look at the bundle with caracal parity")
     return _Sample(
         read - began,
         first - began,

@@ -132,6 +132,7 @@ class Bundle:
             ep_options: options for the provider.
         """
         from caracal_runtimes.decode_graphs import DecodeGraphs
+        from caracal_runtimes.graph_interface import check_session
         from caracal_runtimes.model import CausalLM
         from caracal_runtimes.session import Session, SharedWeights
 
@@ -143,7 +144,9 @@ class Bundle:
         def open_session(graph: str, *, packed: bool = False) -> Session:
             # The convolution has no weights to share.
             shared = None if packed or graph in WEIGHTLESS else weights
-            return Session(self.file(graphs[graph].file), ep, threads=threads, ep_options=ep_options, weights=shared)
+            session = Session(self.file(graphs[graph].file), ep, threads=threads, ep_options=ep_options, weights=shared)
+            check_session(graphs[graph], session.inputs())
+            return session
 
         spec = self.manifest.model
         return CausalLM(

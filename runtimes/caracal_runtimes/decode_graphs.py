@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caracal_runtimes.errors import BundleError
+from caracal_runtimes.graph_interface import check_manifest, lags_of
 from caracal_runtimes.manifest import MHF, SWA, GraphSpec, ModelSpec
 from caracal_runtimes.session import Session
 
@@ -70,13 +70,14 @@ class DecodeGraphs:
         open_session: loads one of them; called when it is first needed.
 
     Raises:
-        BundleError: the graphs' inputs are not those that this version knows.
+        BundleError: the graphs' inputs are not those of a model of these sizes.
     """
 
     def __init__(self, spec: ModelSpec, graphs: Mapping[str, GraphSpec], open_session: OpenSession) -> None:
         self.spec = spec
         self.mhf, self.swa = spec.layers(MHF), spec.layers(SWA)
-        self.lags = _lags(graphs["step"], self.mhf)
+        check_manifest(spec, graphs)
+        self.lags = lags_of(spec, graphs["step"])
         self.granted = 0  # bytes that passes over prompts have taken; the sessions' arenas keep them
         self._open = open_session
         self._sessions: dict[tuple[str, bool], Session] = {}
@@ -162,18 +163,3 @@ class DecodeGraphs:
                 )
             reads.append(Read(logits[row, 0], streams, mixed, Carried(conv, keys, values)))
         return reads
-
-
-def _lags(step: GraphSpec, mhf: tuple[int, ...]) -> int:
-    """M, from the shape of the step graph's own input; 2 for a model that has no layer of that kind."""
-    if not mhf:
-        return 2
-    for spec in step.inputs:
-        if spec.name == f"past.{mhf[0]}.recent_v":
-            lags = spec.shape[0]
-            if isinstance(lags, int) and lags >= 2 and lags & (lags - 1) == 0:
-                return lags
-    raise BundleError(
-        f"manifest.graphs.step.inputs: expected past.{mhf[0]}.recent_v with a power of two as its first size; export the "
-        f"checkpoint again"
-    )

@@ -128,8 +128,8 @@ class Stateful:
         """Guards what must not be left in the middle: whoever catches an interrupt must not go on with half a token."""
         if not self._whole:
             raise NotRunError(
-                "decoding was interrupted in the middle of a token, so its state is not whole; start again, or load a "
-                "saved state"
+                "decoding was interrupted or failed in the middle of a token, so its state is not whole; start again, or "
+                "load a saved state"
             )
         self._whole = False
         yield

@@ -30,7 +30,7 @@ class ForwardPass:
         self._granted = 0
         self._session = session
         self.ep, self.threads = session.ep, session.threads
-        found = session.input_names()
+        found = session.inputs()
         if set(found) != set(INPUTS):
             raise BundleError(
                 f"{session.name} takes {', '.join(found)}, expected {', '.join(INPUTS)}; it was written by another "

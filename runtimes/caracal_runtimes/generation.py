@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,6 +58,8 @@ class StopRule:
         cls, spec: ModelSpec, max_new_tokens: object, stop: Sequence[str], stop_ids: Iterable[int] | None
     ) -> StopRule:
         """Checks what a user asked for; the model's `eos_token_id` where `stop_ids` is None."""
+        if isinstance(max_new_tokens, np.integer):
+            max_new_tokens = int(max_new_tokens)
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise InputError(f"--max-new-tokens must be an integer of at least 1, found {max_new_tokens!r}")
         if stop_ids is None:
@@ -227,6 +229,8 @@ def encode(tokenizer: Tokenizer | None, prompts: Any, vocab_size: int, *, openin
             except UnicodeEncodeError:
                 raise InputError("prompt: expected text, found bytes that are not UTF-8") from None
             ids = [int(i) for i in tokenizer.encode(prompt, add_special_tokens=opening).ids]
+        elif isinstance(prompt, Set):
+            raise InputError(f"prompt: expected token ids in an order, found {prompt!r:.40}")
         else:
             ids = token_ids("prompt", prompt)
         if not ids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,8 @@ class GenerationSession:
             InputError: an empty prompt, ids outside the vocabulary, a bad chunk, or more than memory allows.
         """
         check_chunk(chunk)
+        if isinstance(new_tokens, bool) or not isinstance(new_tokens, int) or new_tokens < 0:
+            raise InputError(f"new_tokens must be an integer of at least 0, found {new_tokens!r}")
         spec = source.graphs.spec
         texts = prompts if isinstance(prompts, (list, tuple)) else (prompts,)
         rows = generation.encode(
@@ -117,6 +120,8 @@ class GenerationSession:
             NumericError: the model's logits are not finite.
         """
         options, spec = options or SamplingOptions(), self._source.graphs.spec
+        if not isinstance(options, SamplingOptions):
+            raise InputError(f"options: expected SamplingOptions, found {options!r:.60}")
         rule = StopRule.make(spec, max_new_tokens, stop, stop_ids)
         generation.check_ids("logit_bias", options.logit_bias, spec.vocab_size)
         tokenizer = self._source.tokenizer(bool(rule.strings))
@@ -132,7 +137,8 @@ class GenerationSession:
             InputError: nothing to add, no such row, ids outside the vocabulary, or more than memory allows.
         """
         rows = range(len(self._progress.contexts)) if row is None else [row]
-        if row is not None and (type(row) is not int or not 0 <= row < len(self._progress.contexts)):
+        whole = isinstance(row, (int, np.integer)) and not isinstance(row, bool)
+        if row is not None and not (whole and 0 <= row < len(self._progress.contexts)):
             raise InputError(f"row: expected 0 to {len(self._progress.contexts) - 1}, found {row!r}")
         tokenizer = self._source.tokenizer(isinstance(text, str))
         ids, *others = generation.encode(tokenizer, text, self._source.graphs.spec.vocab_size, opening=False)
@@ -157,7 +163,7 @@ class GenerationSession:
         Raises:
             InputError: the file cannot be written; what was there is untouched.
         """
-        state_file.save(Path(path), self._source.bundle_id, self._decoder.rows(), self._progress)
+        state_file.save(_path(path), self._source.bundle_id, self._decoder.rows(), self._progress)
 
     @classmethod
     def load(cls, source: Source, path: str | Path, *, chunk: int = CHUNK) -> GenerationSession:
@@ -167,7 +173,7 @@ class GenerationSession:
             InputError: it is no such file, was altered, or belongs to another bundle or version.
         """
         check_chunk(chunk)
-        rows, progress = state_file.load(Path(path), source.bundle_id, source.graphs)
+        rows, progress = state_file.load(_path(path), source.bundle_id, source.graphs)
         decoder = Stateful(source.graphs, chunk)
         decoder.adopt(rows)
         return cls(source, decoder, progress, chunk)
@@ -190,6 +196,12 @@ class GenerationSession:
         graphs, size = self._source.graphs, min(self._chunk, max(lengths))
         rows = max(1, min(len(lengths), self._chunk // size))
         graphs.granted = max(graphs.granted, forward_bytes(graphs.spec, rows, size, rows, self._source.mixing))
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, (str, PathLike)):
+        raise InputError(f"state: expected a path, found {path!r:.60}")
+    return Path(path)
 
 
 def check_chunk(chunk: object) -> None:

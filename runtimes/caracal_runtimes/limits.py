@@ -127,7 +127,7 @@ def check_decode(
     if longest > MAX_CONTEXT:
         raise LimitError(
             f"context too long: {known + max(lengths):,} tokens and {new_tokens:,} new ones are {longest:,}, at most "
-            f"{MAX_CONTEXT:,} are supported; use a shorter prompt or a smaller --max-new-tokens"
+            f"{MAX_CONTEXT:,} are supported; use a shorter prompt or fewer new tokens"
         )
     size = min(chunk, max(lengths))
     rows = max(1, min(len(lengths), chunk // size))
@@ -138,8 +138,8 @@ def check_decode(
     if available is not None and needed > available:
         raise LimitError(
             f"context too long for memory: {len(lengths)} row(s) of up to {longest:,} tokens need about "
-            f"{needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are available; use a shorter prompt, fewer rows, a smaller "
-            f"--max-new-tokens or a smaller --prefill-chunk"
+            f"{needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are available; use a shorter prompt, fewer rows, fewer "
+            f"new tokens or a smaller --prefill-chunk"
         )
 
 

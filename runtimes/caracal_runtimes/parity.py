@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from caracal_runtimes import replay, tolerances
 from caracal_runtimes.bundle import Bundle
+from caracal_runtimes.decode_graphs import LONG_BLOCK
 from caracal_runtimes.decode_state import CHUNK
 from caracal_runtimes.environment import environment
 from caracal_runtimes.errors import BundleError, LimitError, RuntimeToolError
@@ -187,6 +188,7 @@ def _run_provider(
             progress(case.name + way, done, total)
         cases.append(_run_case(bundle, model, case, limit, way))
         done += 1
+    cases += [_run_product(model, block, limit) for block in _product_blocks(model)]
     greedy: list[GreedyResult] = []
     for continuation in golden.greedy:
         if progress is not None:
@@ -195,7 +197,7 @@ def _run_provider(
         done += 1
     if progress is not None:
         progress("done", done, total)
-    reason = "" if cases else "the bundle has no golden forward pass to compare with; export it again"
+    reason = "" if golden.cases else "the bundle has no golden forward pass to compare with; export it again"
     elsewhere = {name: count for name, count in placement.nodes.items() if name != PROVIDERS[ep]}
     misplaced = ""
     if elsewhere or not placement.nodes:
@@ -217,6 +219,35 @@ def _replayed(cases: Sequence[GoldenCase]) -> list[tuple[GoldenCase, str]]:
     single = max((case for case in fit if case.batch == 1), key=lambda case: case.length, default=None)
     chosen = [*([single] if single is not None else []), *batches]
     return [(case, _BY_STEPS) for case in chosen] + ([(single, _BY_CHUNKS)] if single is not None else [])
+
+
+def _product_blocks(model: CausalLM) -> list[int]:
+    """Blocks for which the products are computed by themselves: recorded sequences are too short for the long ones."""
+    return [model.graphs.lags // 2, 129, LONG_BLOCK] if model.graphs.mhf else []
+
+
+def _run_product(model: CausalLM, block: int, limit: Tolerance) -> CaseResult:
+    """One block product of random streams against the same in float64."""
+    began, lags, channels = time.perf_counter(), 2 * block, 3
+    name = f"convolve_block_{block}"
+    rng = np.random.default_rng(block)
+    v, g, v_lags, g_lags = (rng.standard_normal((2, n, channels)) for n in (block, block, lags, lags))
+    size = 1 << (block + lags).bit_length()
+
+    def spectrum(x: NDArray[np.float64]) -> NDArray[np.complex128]:
+        return np.asarray(np.fft.rfft(x.astype(np.float32).astype(np.float64), size, axis=1))
+
+    product = spectrum(v) * spectrum(g_lags) + spectrum(g) * spectrum(v_lags)
+    ref = np.fft.irfft(product, size, axis=1)[:, : block + lags].astype(np.float32)
+    try:
+        got = model.graphs.convolve(*(x.astype(np.float32) for x in (v, g, v_lags, g_lags)))
+        metrics = compare_logits(got, ref, limit, whole_vocabulary=False)
+    except Exception as error:  # noqa: BLE001
+        reason = f"could not be compared: {error or type(error).__name__}"
+        return CaseResult(name, 2, block, "FAILED", None, time.perf_counter() - began, reason)
+    failures = metrics.failures(limit)
+    verdict: Verdict = "FAILED" if failures else "PASSED"
+    return CaseResult(name, 2, block, verdict, metrics, time.perf_counter() - began, "; ".join(failures))
 
 
 def _replay(model: CausalLM, way: str, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> replay.Logits:

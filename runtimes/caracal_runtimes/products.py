@@ -107,11 +107,11 @@ class ProductQueue:
     _credit: float = 0.0
     _added: int = 0
 
-    def add(self, products: Sequence[Product]) -> None:
-        """Takes products whose tokens are all known."""
+    def add(self, products: Sequence[Product], at_once: int = 1) -> None:
+        """Takes products whose tokens are all known; pieces are `at_once` times as large where no token waits for one."""
         known = self.history.known
         for product in products:
-            left = pieces(product, self.history.layers, self.history.channels, self.work)
+            left = pieces(product, self.history.layers, self.history.channels, at_once * self.work)
             if not left:  # a model without such layers
                 continue
             heapq.heappush(self._owed, (product.due, self._added, _Owed(product, left[::-1])))

@@ -157,9 +157,9 @@ class Session:
         """For calls that read and write the same arrays again and again."""
         return Binding(self)
 
-    def input_names(self) -> tuple[str, ...]:
-        """The graph's inputs, as the graph itself has them."""
-        return tuple(value.name for value in self._session.get_inputs())
+    def inputs(self) -> dict[str, list[int | str | None]]:
+        """The graph's inputs and their shapes, as the graph itself has them."""
+        return {value.name: value.shape for value in self._session.get_inputs()}
 
     def placement(self) -> Placement:
         """Which provider each node of the optimised graph was assigned to, as the session itself records it."""
@@ -210,6 +210,9 @@ def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
+        # A signal while the library loads comes out as its failure.
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
         raise NotRunError(f"running a bundle needs ONNX Runtime ({error}): pip install 'caracal-onnx[cpu]'") from None
     if not hasattr(onnxruntime, "InferenceSession"):
         raise NotRunError(

@@ -31,7 +31,7 @@ from caracal_runtimes.generation import Progress
 from caracal_runtimes.history import History
 from caracal_runtimes.safetensors_file import SafetensorsFile, write_safetensors
 from caracal_runtimes.sampling import Generator
-from caracal_runtimes.schedule import Schedule
+from caracal_runtimes.schedule import ALONE, SETTLED, Schedule
 
 FORMAT, VERSION = "caracal-state", 1
 
@@ -63,18 +63,23 @@ def save(path: Path, bundle_id: str, rows: Sequence[Row], progress: Progress) ->
         "sha256": _digest(tensors, data),
         "rows": json.dumps(data),
     }
-    temporary = path.parent / f".{path.name[:40]}.{os.getpid()}.tmp"  # shorter than the longest name there may be
+    temporary = path
     try:
         if not path.name:
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        path = path.resolve()  # a link stays a link
+        if not path.exists() or path.is_file():  # else a pipe or a device, which is written as it is
+            temporary = path.parent / f".{path.name[:40]}.{os.getpid()}.tmp"  # shorter than the longest name there is
         write_safetensors(temporary, tensors, metadata)
-        temporary.replace(path)
+        if temporary != path:
+            temporary.replace(path)
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"state: {str(path)[:200]!r} cannot be written ({reason})") from None
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            temporary.unlink()
+        if temporary != path:
+            with contextlib.suppress(OSError, ValueError):
+                temporary.unlink()
 
 
 def load(path: Path, bundle_id: str, graphs: DecodeGraphs) -> tuple[list[Row], Progress]:
@@ -84,7 +89,7 @@ def load(path: Path, bundle_id: str, graphs: DecodeGraphs) -> tuple[list[Row], P
     except (OSError, ValueError) as error:
         raise InputError(f"state: {str(path)[:60]!r} is no path ({error})") from None
     if not exists:
-        raise InputError(f"state: no file at {path}; expected one that a session saved")
+        raise InputError(f"state: no file at {str(path)!r}; expected one that a session saved")
     try:
         file = SafetensorsFile.open(path)
         metadata = file.metadata
@@ -112,33 +117,74 @@ def load(path: Path, bundle_id: str, graphs: DecodeGraphs) -> tuple[list[Row], P
 def _rows(
     tensors: Mapping[str, NDArray[Any]], data: dict[str, Any], graphs: DecodeGraphs
 ) -> tuple[list[Row], Progress]:
-    spec, rows, logits, contexts, unread = graphs.spec, [], [], [], []
+    """The rows in a file's contents. Raises ValueError, KeyError or TypeError for what `save` does not write."""
     if data["lags"] != graphs.lags:
         raise ValueError(f"its steps mix {data['lags']} tokens, this bundle's {graphs.lags}")
+    rows, logits, unread = [], [], []
     for index, entry in enumerate(data["rows"]):
-        ids = tensors[f"{index}.ids"].tolist()
-        spans = [(int(end), int(reach)) for end, reach in entry["spans"]]
-        streams, pending = tensors[f"{index}.streams"], tensors[f"{index}.pending"]
-        if streams.shape != (len(graphs.mhf), 2, len(ids), spec.hidden_size) or spans[-1][0] != len(ids):
-            raise ValueError(f"row {index} has streams of shape {list(streams.shape)} for {len(ids)} tokens")
-        ends = [0, *(end for end, _ in spans)]
-        waiting = entry["unread"]
-        if sorted(set(ends)) != ends or len(waiting) > 1 or not all(0 <= i < spec.vocab_size for i in [*ids, *waiting]):
-            raise ValueError(f"row {index} has tokens that cannot be")
-        history = History(len(graphs.mhf), spec.hidden_size)
-        history.append(streams)
-        history.add(len(ids), pending)
-        carried = Carried(*(tensors[f"{index}.{name}"] for name in ("conv", "keys", "values")))
+        found = _checked(index, tensors, graphs)
+        ids = found["ids"].tolist()
+        spans = [(end, reach) for end, reach in entry["spans"]]
+        _check_tokens(index, ids, spans, entry["unread"], graphs)
+        history = History(len(graphs.mhf), graphs.spec.hidden_size)
+        history.append(found["streams"])
+        history.add(len(ids), found["pending"])
+        carried = Carried(found["conv"], found["keys"], found["values"])
         rows.append(Row(ids, Schedule(graphs.lags, spans), history, queue_for(graphs, history), carried))
-        logits.append(tensors[f"{index}.logits"])
-        unread.append([int(token) for token in entry["unread"]])
-        contexts.append([*ids, *unread[-1]])
-    if {int(name.partition(".")[0]) for name in tensors} != set(range(len(rows))):
-        raise ValueError("its tensors are of other rows")
-    if len(data["generators"]) not in (0, len(rows)) or not all(0 <= state < 1 << 64 for state in data["generators"]):
+        logits.append(found["logits"])
+        unread.append(list(entry["unread"]))
+    if len(tensors) != len(rows) * len(_shapes(0, 0, graphs)):
+        raise ValueError("it has tensors of other rows")
+    states, seed = data["generators"], data["seed"]
+    if not _integers([*states, *([] if seed is None else [seed])], 1 << 64):
+        raise ValueError("its random numbers cannot be")
+    if len(states) != (0 if seed is None else len(rows)):
         raise ValueError("its random numbers are of other rows")
-    generators = [Generator.resume(int(state)) for state in data["generators"]]
-    return rows, Progress(contexts, np.stack(logits), unread, generators, data["seed"])
+    generators = [Generator.resume(state) for state in states]
+    contexts = [[*row.ids, *waiting] for row, waiting in zip(rows, unread, strict=True)]
+    return rows, Progress(contexts, np.stack(logits), unread, generators, seed)
+
+
+def _shapes(tokens: int, pending: int, graphs: DecodeGraphs) -> dict[str, tuple[int, ...]]:
+    spec, layers, attention = graphs.spec, len(graphs.mhf), len(graphs.swa)
+    return {
+        "ids": (tokens,),
+        "streams": (layers, 2, tokens, spec.hidden_size),
+        "pending": (layers, pending, spec.hidden_size),
+        "conv": (layers, spec.conv_kernel - 1, spec.hidden_size),
+        "keys": (attention, spec.sliding_window, spec.hidden_size),
+        "values": (attention, spec.sliding_window, spec.hidden_size),
+        "logits": (spec.vocab_size,),
+    }
+
+
+def _checked(index: int, tensors: Mapping[str, NDArray[Any]], graphs: DecodeGraphs) -> dict[str, NDArray[Any]]:
+    """A row's tensors, each of the shape and type that it must have."""
+    tokens, pending = tensors[f"{index}.ids"].size, tensors[f"{index}.pending"].shape[1]
+    found = {}
+    for name, shape in _shapes(tokens, pending, graphs).items():
+        tensor, dtype = tensors[f"{index}.{name}"], np.int64 if name == "ids" else np.float32
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(f"row {index} has {name} of {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}")
+        found[name] = tensor
+    return found
+
+
+def _check_tokens(
+    index: int, ids: Sequence[int], spans: Sequence[tuple[int, int]], unread: Sequence[int], graphs: DecodeGraphs
+) -> None:
+    ends = [0, *(end for end, _ in spans)]
+    reaches = {ALONE, SETTLED, *(graphs.lags << e for e in range(40))}
+    if not _integers(ends, 1 << 62) or sorted(set(ends)) != ends or ends[-1] != len(ids):
+        raise ValueError(f"row {index} has runs of tokens that cannot be")
+    if any(type(reach) is not int or reach not in reaches for _, reach in spans):
+        raise ValueError(f"row {index} has runs of tokens that cannot be")
+    if len(unread) > 1 or not ids or not _integers([*ids, *unread], graphs.spec.vocab_size):
+        raise ValueError(f"row {index} has tokens that cannot be")
+
+
+def _integers(values: Sequence[object], stop: int) -> bool:
+    return all(type(value) is int and 0 <= value < stop for value in values)
 
 
 def _digest(tensors: Mapping[str, NDArray[Any]], data: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from caracal_runtimes.bench import BenchOptions, run_bench
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import InputError
 
-from .conftest import LAGS, Exported, Ran
+from .conftest import LAGS, BundleCopy, Exported, Ran
 
 OPTIONS = BenchOptions(contexts=(3, 40), new_tokens=20, repeats=2, warmup=2, batch=2)
 
@@ -60,6 +60,7 @@ def test_what_a_step_reads_does_not_grow(exported: Exported) -> None:
         ({"warmup": -1}, "--warmup"),
         ({"batch": 0}, "--batch"),
         ({"batch": True}, "--batch"),
+        ({"batch": 10**20}, "--batch"),
         ({"chunk": 0}, "--prefill-chunk"),
     ],
 )
@@ -109,3 +110,11 @@ def test_bad_usage(exported: Exported, caracal: Callable[..., Ran], arguments: t
     assert (ran.code, ran.out) == (2, "")
     assert message in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+def test_a_model_that_is_not_finite_is_not_timed(copy: BundleCopy, caracal: Callable[..., Ran]) -> None:
+    copy.weight("blocks.1.ffn.down_proj.weight")[0, 0] = math.nan
+    copy.rehash()
+    ran = caracal("bench", copy.path, "--contexts", "3", "-n", "2", "--repeats", "1", "--threads", "1")
+    assert (ran.code, ran.out) == (1, "")
+    assert "NaN or infinite" in ran.err

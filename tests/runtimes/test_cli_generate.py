@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caracal_runtimes import state_file
 from caracal_runtimes.decoding import Stateful
 from caracal_runtimes.model import CausalLM
 from caracal_runtimes.sampling import SamplingOptions
@@ -192,6 +193,91 @@ class TestStates:
         assert (ran.code, ran.out) == (2, "")
         assert "belongs to the bundle" in ran.err
         assert len(ran.err.splitlines()) == 1
+
+    def test_the_output_stands_when_the_state_cannot_be_written(
+        self, exported: Exported, model: CausalLM, caracal: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*arguments: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(state_file, "write_safetensors", full)
+        flags = ("--save-state", "state", "--json")
+        ran = caracal("generate", exported.bundle, "--ids", "1,2", "-n", 4, *GREEDY, *flags)
+        assert ran.code == 2
+        assert json.loads(ran.out)["results"][0]["ids"] == generated(model, [1, 2], 4)[0]
+        assert "No space left" in ran.err
+
+    @pytest.mark.parametrize("command", ["generate", "bench", "parity"])
+    def test_no_output_goes_into_the_bundle(self, copy: BundleCopy, caracal: Callable[..., Ran], command: str) -> None:
+        before = {path.name: path.read_bytes() for path in copy.path.iterdir()}
+        flags = ("-p", "God", "--save-state") if command == "generate" else ("--json",)
+        for name in ("weights.safetensors", "manifest.json", "new"):
+            ran = caracal(command, copy.path, *flags, copy.path / name)
+            assert (ran.code, ran.out) == (2, "")
+            assert "lies in the bundle" in ran.err
+        assert {path.name: path.read_bytes() for path in copy.path.iterdir()} == before
+
+    @pytest.mark.skipif(os.name == "nt", reason="links and pipes of POSIX")
+    def test_a_link_stays_a_link(self, exported: Exported, caracal: Callable[..., Ran], tmp_path: Path) -> None:
+        (tmp_path / "state").write_bytes(b"older")
+        (tmp_path / "link").symlink_to("state")
+        ran = caracal("generate", exported.bundle, "--ids", "1", "-n", 2, *GREEDY, "--save-state", tmp_path / "link")
+        assert ran.code == 0
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "state").stat().st_size > 1000
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "state"]
+
+    @pytest.mark.skipif(os.name == "nt", reason="links and pipes of POSIX")
+    def test_a_pipe_is_written_as_it_is(self, exported: Exported, caracal: Callable[..., Ran], tmp_path: Path) -> None:
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+            ran = caracal("generate", exported.bundle, "--ids", "1", "-n", 2, *GREEDY, "--save-state", pipe)
+            received = reader.communicate(timeout=60)[0]
+        assert ran.code == 0
+        assert pipe.is_fifo()
+        (tmp_path / "state").write_bytes(received)
+        assert caracal("generate", exported.bundle, "--load-state", tmp_path / "state", "-n", 2, *GREEDY).code == 0
+
+
+class TestManifestAndGraphs:
+    """A configuration that does not fit the graphs, with hashes made right: refused before anything runs."""
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("conv_kernel", 1),
+            ("conv_kernel", 2),
+            ("conv_kernel", 10**12),
+            ("sliding_window", 7),
+            ("sliding_window", 2**40),
+            ("hidden_size", 24),
+            ("hidden_size", 96),
+            ("vocab_size", 321),
+            ("num_attention_heads", 3),
+            ("layer_types", ["mhf", "sliding_attention", "mhf"]),
+            ("layer_types", ["mhf", "mhf", "mhf"]),
+        ],
+    )
+    def test_configuration(self, copy: BundleCopy, caracal: Callable[..., Ran], key: str, value: Any) -> None:
+        copy.edit_manifest(lambda data: data["config"].update({key: value}))
+        ran = caracal("generate", copy.path, "--ids", "1,2,3", "-n", 4)
+        assert (ran.code, ran.out) == (2, "")
+        assert "manifest.graphs." in ran.err
+        assert "export the checkpoint again" in ran.err
+        assert len(ran.err.splitlines()) == 1
+
+    @pytest.mark.parametrize(("graph", "other"), [("step", "forward"), ("extend", "step"), ("convolve", "forward")])
+    def test_a_graph_in_the_place_of_another(
+        self, copy: BundleCopy, caracal: Callable[..., Ran], graph: str, other: str
+    ) -> None:
+        (copy.path / f"{graph}.onnx").write_bytes((copy.path / f"{other}.onnx").read_bytes())
+        copy.rehash()
+        ids = ",".join(map(str, range(1, 60)))
+        ran = caracal("generate", copy.path, "--ids", ids, "-n", 40, "--prefill-chunk", 16)
+        assert ran.code == 2
+        assert f"{graph}.onnx" in ran.err
+        assert "export the checkpoint again" in ran.err
 
 
 def test_logits_that_turn_nan_end_the_text(

@@ -15,6 +15,7 @@ from caracal_runtimes.errors import BundleError, InputError, LimitError, Numeric
 from caracal_runtimes.generation import Generated
 from caracal_runtimes.generation_session import GenerationSession
 from caracal_runtimes.model import CausalLM
+from caracal_runtimes.safetensors_file import SafetensorsFile, write_safetensors
 from caracal_runtimes.sampling import SamplingOptions
 
 GREEDY = SamplingOptions(temperature=0)
@@ -463,8 +464,14 @@ class TestWhatIsNoState:
             lambda data: data["rows"][0].update(unread=[320]),
             lambda data: data["rows"][0].update(unread=[1, 2]),
             lambda data: data["rows"][0].pop("unread"),
+            lambda data: data["rows"][0].update(unread=[1.5]),
+            lambda data: data["rows"][0].update(unread=[True]),
+            lambda data: data["rows"][0]["spans"][0].__setitem__(1, 3),
+            lambda data: data["rows"][0]["spans"][-1].__setitem__(0, 7.5),
+            lambda data: data.update(seed="x"),
+            lambda data: data.update(generators=[]),
         ],
-        ids=range(12),
+        ids=range(18),
     )
     def test_a_forged_one(self, load: Any, saved: bytes, change: Any) -> None:
         """The hash keeps accidents out, not intent; a state that is made to fit its hash must still make sense."""
@@ -489,8 +496,44 @@ class TestWhatIsNoState:
             load(len(raw).to_bytes(8, "little") + raw + saved[8 + size :])
         one_line(error)
 
+    @pytest.mark.parametrize("name", ["ids", "streams", "pending", "conv", "keys", "values", "logits"])
+    @pytest.mark.parametrize("change", ["row", "type"])
+    def test_a_forged_tensor(self, load: Any, saved: bytes, tmp_path: Path, name: str, change: str) -> None:
+        """numpy would broadcast a shape that is not right, and take integers for floats."""
+        (tmp_path / "whole").write_bytes(saved)
+        file = SafetensorsFile.open(tmp_path / "whole")
+        tensors = {key: np.array(file.tensor(key)) for key in file.entries}
+        tensor = tensors[f"0.{name}"]
+        if change == "row":
+            tensors[f"0.{name}"] = np.concatenate([tensor, tensor[:1]])
+        else:
+            tensors[f"0.{name}"] = tensor.astype(np.float32 if name == "ids" else np.int64)
+        data = json.loads(file.metadata["rows"])
+        metadata = {**file.metadata, "sha256": state_file._digest(tensors, data)}
+        write_safetensors(tmp_path / "forged", tensors, metadata)
+        with pytest.raises(InputError, match=r"state: .* is no whole saved state") as error:
+            load((tmp_path / "forged").read_bytes())
+        one_line(error)
+
 
 class TestBadInput:
+    @pytest.mark.parametrize("arguments", [{"options": {"temperature": 0}}, {"max_new_tokens": "5"}], ids=repr)
+    def test_arguments_of_another_type(self, model: CausalLM, arguments: Any) -> None:
+        session = model.start([1, 2])
+        with pytest.raises(InputError) as error:
+            session.generate(**arguments)
+        one_line(error)
+
+    def test_paths_that_are_none(self, model: CausalLM) -> None:
+        with pytest.raises(InputError, match="expected a path"):
+            model.start([1]).save(None)
+        with pytest.raises(InputError, match="expected a path"):
+            model.load_session(None)
+
+    def test_a_set_has_no_order(self, model: CausalLM) -> None:
+        with pytest.raises(InputError, match="in an order"):
+            model.start([{1, 2}])
+
     @pytest.mark.parametrize("prompt", ["", [""], ["God", ""], [], [[]], [[1], []], [[1], [2], []]], ids=repr)
     def test_an_empty_prompt(self, model: CausalLM, prompt: Any) -> None:
         with pytest.raises(InputError, match=r"prompt: expected .*(found none|found an empty prompt)"):

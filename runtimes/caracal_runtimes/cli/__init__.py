@@ -38,14 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character must not end a generation
             stream.reconfigure(errors="replace")
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    if not hasattr(args, "run"):
-        parser.print_help()
-        return 2
     _terminate_as_interrupt()
     code: int = 0
+    debug = False
     try:
+        parser = build_parser()
+        args = parser.parse_args(argv)
+        debug = getattr(args, "debug", False)
+        if not hasattr(args, "run"):
+            parser.print_help()
+            return 2
         code = args.run(args)
         sys.stdout.flush()
         return code
@@ -57,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code or _SIGPIPE
     except MemoryError:
-        if args.debug:
+        if debug:
             raise
         return _fail("out of memory; use a shorter text, fewer rows, or a machine with more memory", 2)
     except Exception as error:  # noqa: BLE001 - whatever it is, a user gets one line and an exit code
-        if args.debug:
+        if debug:
             traceback.print_exc()
         exit_code = getattr(error, "exit_code", None)
         if isinstance(exit_code, int):

@@ -80,13 +80,22 @@ def parse_bias(items: Sequence[str]) -> dict[int, float]:
     return bias
 
 
-def check_writable(flag: str, path: str) -> None:
-    """Refuses a file that cannot be written, before the work whose result it takes. Raises InputError."""
+def check_writable(flag: str, path: str, bundle: str) -> None:
+    """Refuses a file that cannot be written or lies in the bundle, before the work whose result it takes.
+
+    Raises:
+        InputError: naming the flag.
+    """
     target = Path(path)
     try:
         wrong = not path or target.is_dir() or not target.absolute().parent.is_dir()
+        inside = not wrong and Path(bundle).resolve() in target.resolve().parents
     except (OSError, ValueError):
-        wrong = True
+        wrong, inside = True, False
+    if inside:
+        raise InputError(
+            f"{flag}: {path[:60]!r} lies in the bundle, whose files must stay as they are; choose another place"
+        )
     if wrong:
         raise InputError(f"{flag}: expected a file in a folder that exists, found {path[:60]!r}")
 

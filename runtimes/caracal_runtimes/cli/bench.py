@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         chunk=CHUNK if args.prefill_chunk is None else args.prefill_chunk,
     )
     if args.json is not None:
-        check_writable("--json", args.json)
+        check_writable("--json", args.json, args.bundle)
     if given := ep_options(args):
         raise InputError(f"--ep-option: the provider {args.ep} takes none, found {', '.join(given)}")
     bundle = Bundle.open(args.bundle)

@@ -10,7 +10,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from caracal_runtimes.cli.arguments import (
     add_format_argument,
@@ -23,6 +25,11 @@ from caracal_runtimes.cli.arguments import (
 )
 from caracal_runtimes.cli.progress import ProgressLine
 from caracal_runtimes.errors import InputError
+
+if TYPE_CHECKING:
+    from caracal_runtimes.generation import Generated
+    from caracal_runtimes.generation_session import GenerationSession
+    from caracal_runtimes.model import CausalLM
 
 HELP = "continue a prompt"
 
@@ -94,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _check_together(args)
     if args.save_state is not None:
-        check_writable("--save-state", args.save_state)
+        check_writable("--save-state", args.save_state, args.bundle)
     chunk = CHUNK if args.prefill_chunk is None else args.prefill_chunk
     model = Bundle.open(args.bundle).model(args.ep, threads=args.threads, ep_options=ep_options(args))
     stop_ids = () if args.ignore_eos and args.stop_id is None else args.stop_id
@@ -129,8 +136,27 @@ def run(args: argparse.Namespace) -> int:
         on_token=on_token,
         **rule,
     )
-    if args.save_state is not None:
-        session.save(args.save_state)
+    try:
+        _show(args, session, results, times, (began, loaded, read), show, as_ids, model)
+        sys.stdout.flush()
+    finally:  # also when whoever read the output has gone; and what was written stands, whatever becomes of the state
+        if args.save_state is not None:
+            session.save(args.save_state)
+    return 0
+
+
+def _show(
+    args: argparse.Namespace,
+    session: GenerationSession,
+    results: Sequence[Generated],
+    times: Sequence[float],
+    marks: tuple[float, float, float],
+    show: _Stream | None,
+    as_ids: bool,
+    model: CausalLM,
+) -> None:
+    """Prints the results, or what a stream of them has left out."""
+    began, loaded, read = marks
     if args.format == "json":
         timings = {
             "load_s": loaded - began,
@@ -153,7 +179,6 @@ def run(args: argparse.Namespace) -> int:
         for row, result in enumerate(results):
             text = " ".join(map(str, result.ids)) if as_ids or result.text is None else result.text
             print(f"== {row + 1} of {len(results)}, {len(result.ids)} tokens, ended by {result.stopped_by}\n{text}")
-    return 0
 
 
 def _prompts(args: argparse.Namespace) -> tuple[list[str] | list[list[int]], bool]:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from caracal_runtimes.report import parity_output
 
     if args.json is not None:
-        check_writable("--json", args.json)
+        check_writable("--json", args.json, args.bundle)
     if options := ep_options(args):
         raise InputError(f"--ep-option: the provider {args.ep} takes none, found {', '.join(options)}")
     bundle = Bundle.open(args.bundle)
