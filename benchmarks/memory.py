@@ -114,7 +114,9 @@ def main() -> None:
         "loaded_mb": {**{graph: value / 1e6 for graph, value in alone.items()}, "together": together / 1e6},
         "together_over_larger": together / max(alone.values()),
         "prefill": [
-            apart(prefill, bundle, threads, arguments.context, int(chunk)) for chunk in arguments.chunks.split(",")
+            apart(prefill, bundle, threads, arguments.context, int(chunk))
+            for chunk in arguments.chunks.split(",")
+            if chunk
         ],
         "long_generation": apart(long_generation, bundle, threads, arguments.tokens) if arguments.tokens else [],
     }

@@ -21,6 +21,7 @@ from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.decode_graphs import Carried, DecodeGraphs
 from caracal_runtimes.decode_state import CHUNK, Row
 from caracal_runtimes.decoding import Recompute, Stateful
+from caracal_runtimes.environment import resident_bytes
 from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.history import History
 from caracal_runtimes.model import CausalLM
@@ -782,3 +783,34 @@ class TestSabotage:
         monkeypatch.undo()
         worst = max(reader.errors()[0] for reader in readers)
         assert not worst <= 5 * LIMIT, f"{name}: {worst}"
+
+
+@pytest.mark.slow
+def test_thousands_of_tokens_after_one_agree_with_one_pass_over_them(exported: Any) -> None:
+    """Trained weights, 4,096 steps: blocks of 32 to 1,024 tokens, and every position against one forward pass."""
+    loaded = Bundle.open(exported.shipped).model(threads=1)
+    ids = np.random.default_rng(7).integers(0, loaded.spec.vocab_size, 4096).tolist()
+    decoder = Stateful(loaded.graphs)
+    logits = [decoder.prefill([ids[:1]])[0].copy()]
+    logits += [decoder.step([0], [token])[0].copy() for token in ids[1:]]
+    got, want = np.asarray(logits, np.float64), loaded.forward([ids])[0].astype(np.float64)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) <= 1e-5
+    worst = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert worst.max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_memory_beside_the_state_does_not_grow(exported: Any) -> None:
+    """What is kept for a token is its state; nothing else is left behind by 3,000 of them."""
+    if resident_bytes() is None:
+        pytest.skip("this system does not tell")
+    loaded = Bundle.open(exported.shipped).model(threads=1)
+    decoder = Stateful(loaded.graphs)
+    decoder.prefill([[1]])
+    beside = []
+    for index in range(4001):
+        if index % 1000 == 0:
+            beside.append((resident_bytes() or 0) - decoder.state_bytes)
+        decoder.step([0], [index % 3000])
+    # Pages of segments that are not written yet count as state and not as memory: at most one segment of each kind.
+    assert max(beside[1:]) - beside[1] < 8e6
