@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,8 +77,7 @@ class Bundle:
         """How many numbers the weight file holds."""
         from caracal_runtimes.safetensors_file import SafetensorsFile
 
-        entries = SafetensorsFile.open(self.file(self.manifest.weights)).entries
-        return sum(math.prod(entry.shape) for entry in entries.values())
+        return SafetensorsFile.open(self.file(self.manifest.weights)).numbers
 
     def file(self, name: str) -> Path:
         """The path of one of the bundle's files."""

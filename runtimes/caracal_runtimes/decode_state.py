@@ -1,6 +1,6 @@
 """The decode state of one sequence at rest: everything that its continuation depends on.
 
-`Row` grows by `read` (tokens known beforehand: whole prompts and chunks); while a sequence grows token by token its
+`Row` grows by `begin` and `extend` (tokens known beforehand: whole prompts and chunks); while a sequence grows token by token its
 fast-changing parts live in a `StepBatch`, which writes them back.
 """
 
@@ -109,7 +109,6 @@ def begin(
     rows = [Row.empty(graphs) for _ in prompts]
     logits = np.empty((len(rows), graphs.spec.vocab_size), np.float32)
     size = chunk_size(graphs.lags, chunk)
-    # Neighbours in length are read together: little padding, and a pass holds what the chunk allows.
     total, done = sum(map(len, texts)), 0
 
     def tell(count: int) -> None:
@@ -118,6 +117,7 @@ def begin(
         if progress is not None:
             progress(done, total)
 
+    # Neighbours in length are read together: little padding, and a pass holds what the chunk allows.
     order = sorted(range(len(rows)), key=lambda index: len(texts[index]))
     while order:
         group = [order.pop()]

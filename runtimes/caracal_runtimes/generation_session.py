@@ -119,12 +119,7 @@ class GenerationSession:
             InputError: options out of range, or more than memory allows.
             NumericError: the model's logits are not finite.
         """
-        options, spec = options or SamplingOptions(), self._source.graphs.spec
-        if not isinstance(options, SamplingOptions):
-            raise InputError(f"options: expected SamplingOptions, found {options!r:.60}")
-        rule = StopRule.make(spec, max_new_tokens, stop, stop_ids)
-        generation.check_ids("logit_bias", options.logit_bias, spec.vocab_size)
-        tokenizer = self._source.tokenizer(bool(rule.strings))
+        rule, options, tokenizer = check_request(self._source, max_new_tokens, options, stop, stop_ids)
         # The token that is read first is the last of the context.
         longest = max(map(len, self._progress.contexts))
         self._check([1] * len(self._progress.contexts), rule.max_new_tokens, known=longest - 1)
@@ -196,6 +191,22 @@ class GenerationSession:
         graphs, size = self._source.graphs, min(self._chunk, max(lengths))
         rows = max(1, min(len(lengths), self._chunk // size))
         graphs.granted = max(graphs.granted, forward_bytes(graphs.spec, rows, size, rows, self._source.mixing))
+
+
+def check_request(
+    source: Source,
+    max_new_tokens: object,
+    options: SamplingOptions | None,
+    stop: Sequence[str],
+    stop_ids: Iterable[int] | None,
+) -> tuple[StopRule, SamplingOptions, Tokenizer | None]:
+    """Checks the arguments of `GenerationSession.generate`; returns what it works with. Raises InputError."""
+    options, spec = options or SamplingOptions(), source.graphs.spec
+    if not isinstance(options, SamplingOptions):
+        raise InputError(f"options: expected SamplingOptions, found {options!r:.60}")
+    rule = StopRule.make(spec, max_new_tokens, stop, stop_ids)
+    generation.check_ids("logit_bias", options.logit_bias, spec.vocab_size)
+    return rule, options, source.tokenizer(bool(rule.strings))
 
 
 def _path(path: object) -> Path:

@@ -11,8 +11,8 @@ from caracal_runtimes.decode_graphs import DecodeGraphs
 from caracal_runtimes.decode_state import CHUNK
 from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.forward import ForwardPass, token_ids
-from caracal_runtimes.generation import Generated, OnText, OnToken, Prompts, StopRule, check_ids
-from caracal_runtimes.generation_session import GenerationSession, Source
+from caracal_runtimes.generation import Generated, OnText, OnToken, Prompts
+from caracal_runtimes.generation_session import GenerationSession, Source, check_request
 from caracal_runtimes.manifest import GRAPHS
 from caracal_runtimes.sampling import SamplingOptions
 from caracal_runtimes.scoring import Score, score
@@ -115,9 +115,7 @@ class CausalLM(ForwardPass):
         Raises:
             InputError: as `GenerationSession.generate`.
         """
-        rule = StopRule.make(self.spec, max_new_tokens, stop, stop_ids)
-        check_ids("logit_bias", (options or SamplingOptions()).logit_bias, self.spec.vocab_size)
-        self._tokenizer(needed=bool(rule.strings))
+        check_request(self._source(), max_new_tokens, options, stop, stop_ids)
 
     def placement(self) -> Placement:
         """Which provider each node of the bundle's graphs was assigned to, all graphs together."""

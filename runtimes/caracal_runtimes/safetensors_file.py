@@ -78,6 +78,11 @@ class SafetensorsFile:
         _check_gapless(path.name, entries, 8 + size, data_bytes)
         return cls(path, entries, {str(k): str(v) for k, v in metadata.items()} if isinstance(metadata, dict) else {})
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers the tensors hold together."""
+        return sum(math.prod(entry.shape) for entry in self.entries.values())
+
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor, read-only; BF16 comes widened to float32. Raises BundleError when there is no such name."""
         entry = self.entries.get(name)

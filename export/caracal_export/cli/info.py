@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def _bundle(path: Path, *, check_hashes: bool) -> dict[str, Any]:
         "kind": f"bundle, files {'checked by hash' if check_hashes else 'present, hashes not checked (--check does)'}",
         "path": str(path),
         "id": bundle.id(),
-        "parameters": _parameters(bundle.file(manifest.weights)),
+        "parameters": bundle.parameters(),
         "precision": manifest.precision,
         "config": manifest.config,
         "graphs": graphs,
@@ -87,23 +86,17 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     weights = path / "model.safetensors"
     if not weights.is_file():
         raise InputError(f"info: {path} has a config.json but no model.safetensors")
-    entries = SafetensorsFile.open(weights).entries
-    dtypes = sorted({entry.dtype for entry in entries.values()})
+    stored = SafetensorsFile.open(weights)
+    dtypes = sorted({entry.dtype for entry in stored.entries.values()})
     return {
         "kind": "checkpoint",
         "path": str(path),
-        "parameters": _parameters(weights),
+        "parameters": stored.numbers,
         "dtypes": ", ".join(dtypes),
         "config": config.to_dict(),
         "files": {file.name: f"{file.stat().st_size:,} bytes" for file in sorted(path.iterdir()) if file.is_file()},
-        "tensors": {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in sorted(entries.items())},
+        "tensors": {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in sorted(stored.entries.items())},
     }
-
-
-def _parameters(weights: Path) -> int:
-    from caracal_runtimes.safetensors_file import SafetensorsFile
-
-    return sum(math.prod(entry.shape) for entry in SafetensorsFile.open(weights).entries.values())
 
 
 def _text(data: dict[str, Any], indent: str = "") -> list[str]:

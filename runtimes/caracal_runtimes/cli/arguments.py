@@ -41,6 +41,12 @@ def ep_options(args: argparse.Namespace) -> dict[str, str]:
     return options
 
 
+def refuse_ep_options(args: argparse.Namespace) -> None:
+    """Raises InputError for any `--ep-option`, before the bundle is read."""
+    if given := ep_options(args):
+        raise InputError(f"--ep-option: the provider {args.ep} takes none, found {', '.join(given)}")
+
+
 def read_text(path: str) -> str:
     """A UTF-8 text file, or standard input for `-`. Raises InputError."""
     try:

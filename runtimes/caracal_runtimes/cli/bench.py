@@ -12,12 +12,11 @@ from caracal_runtimes.cli.arguments import (
     add_format_argument,
     add_runtime_arguments,
     check_writable,
-    ep_options,
     parse_ids,
+    refuse_ep_options,
     write_whole,
 )
 from caracal_runtimes.cli.progress import ProgressLine
-from caracal_runtimes.errors import InputError
 
 HELP = "time prefill and decode"
 
@@ -53,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json is not None:
         check_writable("--json", args.json, args.bundle)
-    if given := ep_options(args):
-        raise InputError(f"--ep-option: the provider {args.ep} takes none, found {', '.join(given)}")
+    refuse_ep_options(args)
     bundle = Bundle.open(args.bundle)
     with ProgressLine() as progress:
         report = run_bench(bundle, options, ep=args.ep, threads=args.threads, progress=progress)

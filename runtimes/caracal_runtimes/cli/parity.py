@@ -12,11 +12,10 @@ from caracal_runtimes.cli.arguments import (
     add_format_argument,
     add_runtime_arguments,
     check_writable,
-    ep_options,
+    refuse_ep_options,
     write_whole,
 )
 from caracal_runtimes.cli.progress import ProgressLine
-from caracal_runtimes.errors import InputError
 
 HELP = "prove that a provider computes the same as PyTorch did"
 
@@ -39,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.json is not None:
         check_writable("--json", args.json, args.bundle)
-    if options := ep_options(args):
-        raise InputError(f"--ep-option: the provider {args.ep} takes none, found {', '.join(options)}")
+    refuse_ep_options(args)
     bundle = Bundle.open(args.bundle)
     with ProgressLine() as progress:
         report = run_parity(
