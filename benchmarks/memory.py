@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.decoding import Stateful
-from caracal_runtimes.environment import environment, peak_bytes, reset_peak, resident_bytes
+from caracal_runtimes.environment import environment
+from caracal_runtimes.machine import peak_bytes, reset_peak, resident_bytes
 
 
 def loaded(bundle: Path, threads: int, graphs: list[str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caracal_runtimes.manifest import GraphSpec
-from caracal_runtimes.parity import ParityReport
+from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.report import parity_table
 
 from caracal import CaracalConfig
@@ -28,7 +28,7 @@ def model_card(
     else:
         verified = (
             f"Every weight was compared bit for bit with the checkpoint's, and the graph was run with ONNX Runtime "
-            f"{report.environment.get('onnxruntime', '')} against {report.reference}:\n\n```\n{parity_table(report)}\n```"
+            f"{report.machines[0].get('onnxruntime', '')} against {report.reference}:\n\n```\n{parity_table(report)}\n```"
         )
     return f"""# A Caracal language model in ONNX
 

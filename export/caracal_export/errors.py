@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caracal_runtimes.errors import RuntimeToolError
-from caracal_runtimes.parity import ParityReport
+from caracal_runtimes.parity_report import ParityReport
 
 
 class VerificationError(RuntimeToolError):

@@ -9,7 +9,7 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 import safetensors.numpy
@@ -17,7 +17,8 @@ import torch
 from caracal_runtimes.bundle import sha256_of
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.manifest import MANIFEST_FILE, FileEntry, Golden, GraphSpec, Manifest, TensorSpec
-from caracal_runtimes.parity import ParityReport, Progress
+from caracal_runtimes.parity import Progress
+from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.session import check_threads
 from safetensors import SafetensorError
 
@@ -28,6 +29,9 @@ from caracal_export.card import model_card
 from caracal_export.lowerings import MIXINGS
 from caracal_export.staging import check_target, staged_folder
 from caracal_export.tracing import GRAPHS, LAGS, OPSETS, TRACED_OPSET, trace
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 GOLDEN_FILE = "golden.safetensors"
 
@@ -90,7 +94,10 @@ def export_checkpoint(
     try:
         with staged_folder(target, overwrite=overwrite) as stage:
             recorded = goldens.record(
-                model, lags, lambda what, done, total: report(f"recording goldens: {what}", done, total)
+                model,
+                lags,
+                lambda what, done, total: report(f"recording goldens: {what}", done, total),
+                None if tokenizer is None else _read_tokenizer(tokenizer),
             )
             safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
             graphs: dict[str, GraphSpec] = {}
@@ -112,7 +119,11 @@ def export_checkpoint(
                 graphs=graphs,
                 weights=weights.WEIGHTS_FILE,
                 golden=Golden(
-                    GOLDEN_FILE, f"PyTorch {torch.__version__} float32", tuple(recorded.cases), tuple(recorded.greedy)
+                    GOLDEN_FILE,
+                    f"PyTorch {torch.__version__} float32",
+                    tuple(recorded.cases),
+                    tuple(recorded.greedy),
+                    recorded.text,
                 ),
                 files={},
                 tokenizer=None if tokenizer is None else TOKENIZER_FILE,
@@ -136,6 +147,16 @@ def export_checkpoint(
     except SafetensorError as error:
         raise InputError(f"export: cannot write {target} ({error}); nothing was changed") from error
     return Exported(target, model.num_parameters(), size, found)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    # Settings for training batches travel in the file; here they would cut the passage.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _check_tokenizer(path: Path, config: CaracalConfig) -> Path | None:
@@ -208,7 +229,7 @@ def _summary(report: ParityReport) -> dict[str, Any]:
         "worst_kl": max((m.kl_max for m in figures if m.kl_max is not None), default=None),
         "comparisons": len(provider.cases) + len(provider.greedy),
         "threads": provider.threads,
-        "environment": report.environment,
+        "environment": report.machines[0],
     }
 
 

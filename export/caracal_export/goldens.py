@@ -9,23 +9,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.limits import check_forward
-from caracal_runtimes.manifest import GoldenCase, GoldenGreedy, ModelSpec
+from caracal_runtimes.manifest import GoldenCase, GoldenGreedy, GoldenText, ModelSpec
 from caracal_runtimes.parity import Progress
 from numpy.typing import NDArray
 
 from caracal import CaracalConfig, CaracalModel
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _SEED = 20260502
 _LOGIT_BYTES = 1 << 19  # logits recorded per row at most; fewer positions are kept for large vocabularies
 _COLUMNS = 64  # vocabulary ids recorded per position where all positions are
 _COVERAGE_LENGTH = 512
 _COVERAGE_VOCABULARY = 16384  # up to here all ids are read even where a tied head shows every row anyway
-GREEDY_TOKENS = 32
+GREEDY_TOKENS = 128
+_PASSAGE = Path(__file__).with_name("passage.txt")  # the Book of Ruth, King James Version: public domain
+_TEXT_TOKENS = 512
 
 
 @dataclass
@@ -35,14 +42,18 @@ class Recorded:
     tensors: dict[str, NDArray[np.generic]] = field(default_factory=dict)
     cases: list[GoldenCase] = field(default_factory=list)
     greedy: list[GoldenGreedy] = field(default_factory=list)
+    text: GoldenText | None = None
 
 
-def record(model: CaracalModel, lags: int, progress: Progress | None = None) -> Recorded:
+def record(
+    model: CaracalModel, lags: int, progress: Progress | None = None, tokenizer: Tokenizer | None = None
+) -> Recorded:
     """Runs the reference on every golden input.
 
     Args:
         model: float32, in eval mode.
         lags: M of the step graph; some row must be long enough for blocks of several sizes.
+        tokenizer: of the checkpoint; with one, the likelihood of a passage is recorded too.
         progress: called with a name, done and total.
     """
     config = model.config
@@ -59,6 +70,8 @@ def record(model: CaracalModel, lags: int, progress: Progress | None = None) -> 
         if progress is not None:
             progress(name, len(plans) + index, total)
         _record_greedy(model, name, prompt, recorded)
+    if tokenizer is not None:
+        _record_text(model, tokenizer, recorded)
     if progress is not None:
         progress("done", total, total)
     return recorded
@@ -203,3 +216,20 @@ def _record_greedy(model: CaracalModel, name: str, prompt: NDArray[np.int64], re
     recorded.tensors[f"{name}/continuation"] = ids[0, len(prompt) :].numpy().copy()
     recorded.tensors[f"{name}/margins"] = np.asarray(margins, dtype=np.float32)
     recorded.greedy.append(GoldenGreedy(name, len(prompt), GREEDY_TOKENS))
+
+
+@torch.no_grad()
+def _record_text(model: CaracalModel, tokenizer: Tokenizer, recorded: Recorded) -> None:
+    """The likelihood of the passage's first tokens, from one forward pass over all of them."""
+    text, bos = _PASSAGE.read_text(encoding="utf-8"), model.config.bos_token_id
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    ids = encoding.ids[:_TEXT_TOKENS]
+    if len(ids) < 2:
+        return
+    row = torch.tensor([[*([] if bos is None else [bos]), *ids]])
+    begins = 0 if bos is not None else encoding.offsets[0][1]  # without an opening token the first one is given
+    logprobs = model(row)[0, :-1].double().log_softmax(-1).gather(-1, row[0, 1:, None])
+    recorded.tensors["text/ids"] = row[0].numpy().copy()
+    recorded.tensors["text/nats"] = np.asarray(-float(logprobs.sum()))
+    scored = text[begins : encoding.offsets[len(ids) - 1][1]]
+    recorded.text = GoldenText("text", row.shape[1], len(scored.encode()))

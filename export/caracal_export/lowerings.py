@@ -56,6 +56,11 @@ def _iota(count: Value) -> Value:
     return op.Range(zero, op.Cast(op.Squeeze(count, _ints(0)), to=_INT32), one)
 
 
+def _remainder(x: Value, n: Value) -> Value:
+    """X mod n of integers that are not negative. `Mod` has no kernel on some providers, which would move it to the CPU."""
+    return op.Sub(x, op.Mul(op.Div(x, n), n))
+
+
 def _column(x: Value) -> Value:
     return op.Unsqueeze(x, _ints(1))
 
@@ -71,7 +76,7 @@ def roots_of_unity(size: Value) -> tuple[Value, Value]:
         size: N, int64 vector of one element.
     """
     n = op.Cast(size, to=_INT32)
-    m4 = op.Mul(op.Mod(_iota(op.Mul(size, _ints(2))), n), _int32(4))
+    m4 = op.Mul(_remainder(_iota(op.Mul(size, _ints(2))), n), _int32(4))
     quarter = op.Div(op.Add(op.Mul(m4, _int32(2)), n), op.Mul(n, _int32(2)))  # round(4m / N), in 0 .. 4
     rest = op.Cast(op.Sub(m4, op.Mul(quarter, n)), to=_FLOAT)
     x = op.Mul(op.Div(rest, op.Cast(n, to=_FLOAT)), _float(math.pi / 2))
@@ -137,8 +142,8 @@ class _FourStep:
         self.k1, self.b = _iota(self.rows), _iota(self.n2)
         self.n1_32, self.n2_32, self.size_32 = (op.Cast(x, to=_INT32) for x in (self.n1, self.n2, self.size))
         # b * (k1 + n1 * k2) mod N, up to one period, without an intermediate beyond 2N.
-        self.twiddle = op.Mod(op.Mul(_column(self.k1), self.b), self.size_32)  # (h+1, n2)
-        self.inner = op.Mul(op.Mod(op.Mul(_column(self.b), self.b), self.n2_32), self.n1_32)  # (n2, n2), symmetric
+        self.twiddle = _remainder(op.Mul(_column(self.k1), self.b), self.size_32)  # (h+1, n2)
+        self.inner = op.Mul(_remainder(op.Mul(_column(self.b), self.b), self.n2_32), self.n1_32)  # (n2, n2), symmetric
         self.as_columns = op.Concat(_ints(0), self.rows, twice, _ints(-1), axis=0)
 
     def _roots(self, exponent: Value) -> tuple[Value, Value]:
@@ -151,7 +156,7 @@ class _FourStep:
     def spectra(self, streams: Sequence[Value], length: Value) -> list[tuple[Value, Value]]:
         """Real and imaginary parts, [B, h+1, n2, D] each, of streams [B, length, D]."""
         blocks = self.blocks(length)
-        outer = op.Mul(op.Mod(op.Mul(_column(self.k1), _iota(blocks)), self.n1_32), self.n2_32)  # n2 (a k1 mod n1)
+        outer = op.Mul(_remainder(op.Mul(_column(self.k1), _iota(blocks)), self.n1_32), self.n2_32)  # n2 (a k1 mod n1)
         cos, sin = self._roots(outer)
         into_rows = op.Reshape(  # rows k1, each as real and imaginary part: (2(h+1), blocks)
             op.Concat(op.Unsqueeze(cos, _ints(1)), op.Unsqueeze(op.Neg(sin), _ints(1)), axis=1),
@@ -186,7 +191,7 @@ class _FourStep:
         a = _iota(self.half)
         if late:
             a = op.Add(a, op.Cast(self.half, to=_INT32))
-        back = op.Mul(op.Mod(op.Mul(_column(a), self.k1), self.n1_32), self.n2_32)  # (h, h+1)
+        back = op.Mul(_remainder(op.Mul(_column(a), self.k1), self.n1_32), self.n2_32)  # (h, h+1)
         cos, sin = self._roots(back)
         from_rows = op.Reshape(  # (h, 2(h+1))
             op.Concat(

@@ -11,7 +11,8 @@ import torch
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.manifest import WEIGHTLESS
-from caracal_runtimes.parity import ParityReport, Progress, run_parity
+from caracal_runtimes.parity import Progress, run_parity
+from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.report import verdict_line
 
 from caracal import CaracalModel

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from caracal_runtimes.errors import BundleError, InputError, NotRunError, NumericError, RuntimeToolError
     from caracal_runtimes.generation import Generated
     from caracal_runtimes.model import CausalLM
-    from caracal_runtimes.parity import ParityReport, run_parity
+    from caracal_runtimes.parity import run_parity
+    from caracal_runtimes.parity_report import ParityReport
     from caracal_runtimes.sampling import SamplingOptions
     from caracal_runtimes.scoring import Score
 
@@ -43,7 +44,7 @@ _HOMES = {
     "InputError": "errors",
     "NotRunError": "errors",
     "NumericError": "errors",
-    "ParityReport": "parity",
+    "ParityReport": "parity_report",
     "RuntimeToolError": "errors",
     "SamplingOptions": "sampling",
     "Score": "scoring",

@@ -16,10 +16,11 @@ import numpy as np
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.decode_state import CHUNK
 from caracal_runtimes.decoding import Stateful
-from caracal_runtimes.environment import environment, peak_bytes, reset_peak
+from caracal_runtimes.environment import environment
 from caracal_runtimes.errors import InputError, NumericError
 from caracal_runtimes.generation_session import check_chunk
 from caracal_runtimes.limits import check_decode
+from caracal_runtimes.machine import peak_bytes, reset_peak
 from caracal_runtimes.model import CausalLM
 
 _MOST_ROWS = 4096
@@ -108,6 +109,7 @@ def run_bench(
     *,
     ep: str = "cpu",
     threads: int = 0,
+    model: CausalLM | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> BenchReport:
     """Measures a bundle.
@@ -117,6 +119,7 @@ def run_bench(
         options: what to measure.
         ep: execution provider.
         threads: intra-op threads, 0 for one per core.
+        model: the bundle as it was loaded with other settings, instead of `ep` and `threads`.
         progress: called with what is being measured, done and total.
 
     Raises:
@@ -124,7 +127,7 @@ def run_bench(
         NumericError: the model's logits are not finite.
     """
     options = options or BenchOptions()
-    model = bundle.model(ep, threads=threads)
+    model = bundle.model(ep, threads=threads) if model is None else model
     for context in options.contexts:
         lengths = [context] * options.batch
         check_decode(model.spec, lengths, options.new_tokens + options.warmup, options.chunk, mixing=model.mixing)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from caracal_runtimes.errors import BundleError, NotRunError
 from caracal_runtimes.manifest import MANIFEST_FILE, WEIGHTLESS, FileEntry, Manifest
+from caracal_runtimes.onnx_graph import read_model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from caracal_runtimes.safetensors_file import SafetensorsFile
 
 _CHUNK = 1 << 20
-# An external tensor's entry in a serialised graph: key "location", then the value's length and the value.
-_LOCATION = re.compile(
-    rb"\x0a\x08location\x12(" + b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(1, 128)) + rb")", re.DOTALL
-)
 _AGAIN = "copy the bundle again or export it again"
 
 
@@ -121,28 +117,46 @@ class Bundle:
 
         return SafetensorsFile.open(self.file(self.manifest.golden.file))
 
-    def model(self, ep: str = "cpu", *, threads: int = 0, ep_options: Mapping[str, Any] | None = None) -> CausalLM:
+    def model(
+        self,
+        ep: str = "cpu",
+        *,
+        threads: int = 0,
+        ep_options: Mapping[str, str] | None = None,
+        fast: bool = False,
+        allow_fallback: bool = False,
+    ) -> CausalLM:
         """A model that runs this bundle.
 
         Args:
-            ep: execution provider; `cpu` for now.
+            ep: provider, as `NAME` or `NAME:DEVICE`; see `caracal_runtimes.providers`.
             threads: intra-op threads, 0 for one per core that this process may use.
             ep_options: options for the provider.
+            fast: the provider's own defaults instead of its exact settings.
+            allow_fallback: accept that other providers run computing nodes.
+
+        Raises:
+            InputError: no such provider, device or option.
+            NotRunError: the provider does not work here.
+            PlacementError: when a graph is first used: other providers run part of it.
         """
         from caracal_runtimes.decode_graphs import DecodeGraphs
         from caracal_runtimes.graph_interface import check_session
         from caracal_runtimes.model import CausalLM
-        from caracal_runtimes.session import Session, SharedWeights
+        from caracal_runtimes.providers import Settings, parse
+        from caracal_runtimes.session import Session
 
+        provider, device = parse(ep)
         graphs = self.manifest.graphs
         for graph in graphs.values():
             self._check_external_data(graph.file)
-        weights = SharedWeights(self.file(self.manifest.weights))
+        weights = self.file(self.manifest.weights)
 
         def open_session(graph: str, *, packed: bool = False) -> Session:
             # The convolution has no weights to share.
             shared = None if packed or graph in WEIGHTLESS else weights
-            session = Session(self.file(graphs[graph].file), ep, threads=threads, ep_options=ep_options, weights=shared)
+            settings = Settings(device, threads, fast, ep_options or {}, shared, allow_fallback)
+            session = provider.open(self.file(graphs[graph].file), graphs[graph], settings)
             check_session(graphs[graph], session.inputs())
             return session
 
@@ -157,8 +171,7 @@ class Bundle:
 
     def _check_external_data(self, graph: str) -> None:
         """Refuses a graph that reads a file which no hash of the manifest covers."""
-        for location in _LOCATION.findall(self.file(graph).read_bytes()):
-            name = location[1:].decode("utf-8", "replace")
+        for name in sorted(read_model(self.file(graph)).locations):
             if name not in self.manifest.files:
                 raise BundleError(f"bundle: {graph} reads {name!r:.80}, which the manifest does not list; refused")
 

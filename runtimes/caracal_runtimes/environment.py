@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -9,10 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from caracal_runtimes.errors import NotRunError
-from caracal_runtimes.session import import_onnxruntime
-
-_STATUS = Path("/proc/self/status")
+from caracal_runtimes.machine import processor
+from caracal_runtimes.providers import all_providers
 
 
 def environment() -> dict[str, str]:
@@ -20,14 +19,13 @@ def environment() -> dict[str, str]:
     found = {
         "os": platform.platform(),
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-    try:
-        found["onnxruntime"] = import_onnxruntime().__version__
-    except NotRunError:
-        found["onnxruntime"] = "missing"
+    for package in dict.fromkeys(package for provider in all_providers() for package in provider.packages):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
     try:
         found["caracal-onnx"] = version("caracal-onnx")
     except PackageNotFoundError:
@@ -35,45 +33,6 @@ def environment() -> dict[str, str]:
     if commit := _commit():
         found["commit"] = commit
     return found
-
-
-def resident_bytes() -> int | None:
-    """Bytes of this process that are in memory now; None where the system does not tell."""
-    return _status("VmRSS")
-
-
-def peak_bytes() -> int | None:
-    """The most bytes that were in memory since the start or the last `reset_peak`; None where the system does not tell."""
-    return _status("VmHWM")
-
-
-def reset_peak() -> None:
-    """Starts `peak_bytes` anew, where the system can."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def _status(key: str) -> int | None:
-    try:
-        for line in _STATUS.read_text(encoding="ascii").splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
-def _processor() -> str:
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
 
 
 def _commit() -> str | None:

@@ -31,3 +31,9 @@ class NumericError(RuntimeToolError):
     """A computed value that is not a number: a finding, never a result."""
 
     exit_code = 1
+
+
+class PlacementError(RuntimeToolError):
+    """Another provider runs what the asked one was to run: a finding."""
+
+    exit_code = 1

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from caracal_runtimes.errors import BundleError, InputError
 from caracal_runtimes.limits import check_forward, check_ids, forward_bytes
 from caracal_runtimes.manifest import ModelSpec
-from caracal_runtimes.session import Placement, Session
+from caracal_runtimes.session import Session
 
 INPUTS = ("input_ids", "lengths", "logit_positions")
 
@@ -97,10 +97,6 @@ class ForwardPass:
     def check(self, batch: int, length: int, positions: int) -> None:
         """Refuses a pass of this size if it cannot be right or cannot fit. Raises LimitError."""
         check_forward(self.spec, batch, length, positions, mixing=self.mixing, granted=self._granted)
-
-    def placement(self) -> Placement:
-        """Which provider each node of the forward graph was assigned to."""
-        return self._session.placement()
 
 
 def pad_right(rows: ArrayLike | Sequence[Sequence[int]], pad: int = 0) -> NDArray[np.int64]:

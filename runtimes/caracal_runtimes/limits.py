@@ -7,12 +7,12 @@ memory is killed without a word; both are refused here, with the numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caracal_runtimes.errors import InputError, LimitError
+from caracal_runtimes.machine import available_bytes
 from caracal_runtimes.manifest import MHF, ModelSpec
 
 MAX_ELEMENTS = 2**31 - 1
@@ -151,33 +151,3 @@ def check_ids(input_ids: NDArray[np.int64], vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise InputError(f"input_ids: ids must be from 0 to {vocab_size - 1}, found {bad}")
-
-
-def available_bytes() -> int | None:
-    """Bytes this process may still take: the smaller of the system's and its control group's; None where unknown."""
-    found = [value for value in (_meminfo_available(), _cgroup_available()) if value is not None]
-    return min(found) if found else None
-
-
-def _meminfo_available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
-def _cgroup_available() -> int | None:
-    try:
-        root = Path("/sys/fs/cgroup")
-        limit = (root / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        # Cached file pages count as used, but give way.
-        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        used = int((root / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
-        return max(0, int(limit) - used)
-    except (OSError, ValueError):
-        return None

@@ -101,6 +101,19 @@ class GoldenGreedy:
 
 
 @dataclass(frozen=True)
+class GoldenText:
+    """A text's likelihood.
+
+    `<name>/ids` int64 [tokens], `<name>/nats` float64, the negative log-likelihood of all ids but
+    the first, from one pass over all of them; `bytes` is the UTF-8 length of what those ids stand for.
+    """
+
+    name: str
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Golden:
     """The reference outputs that travel with the bundle."""
 
@@ -108,6 +121,7 @@ class Golden:
     reference: str
     cases: tuple[GoldenCase, ...]
     greedy: tuple[GoldenGreedy, ...]
+    text: GoldenText | None = None
 
 
 @dataclass(frozen=True)
@@ -274,7 +288,11 @@ def _parse_golden(entry: _Reader) -> Golden:
         GoldenGreedy(case.get("name", str), case.size("prompt_length", 1), case.size("new_tokens", 1))
         for case in entry.items("greedy")
     )
-    return Golden(entry.file("file"), entry.get("reference", str), cases, greedy)
+    text = None
+    if entry.data.get("text") is not None:
+        given = entry.child("text")
+        text = GoldenText(given.get("name", str), given.size("tokens", 2), given.size("bytes", 1))
+    return Golden(entry.file("file"), entry.get("reference", str), cases, greedy, text)
 
 
 def _parse_model(config: Mapping[str, Any]) -> ModelSpec:

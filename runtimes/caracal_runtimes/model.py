@@ -117,9 +117,14 @@ class CausalLM(ForwardPass):
         """
         check_request(self._source(), max_new_tokens, options, stop, stop_ids)
 
+    def placements(self) -> dict[str, Placement]:
+        """Which provider each node was assigned to, by graph; a graph is missing where the runtime does not tell."""
+        parts = {graph: self.graphs.session(graph).placement() for graph in GRAPHS}
+        return {graph: part for graph, part in parts.items() if part is not None}
+
     def placement(self) -> Placement:
-        """Which provider each node of the bundle's graphs was assigned to, all graphs together."""
-        return Placement.sum(self.graphs.session(graph).placement() for graph in GRAPHS)
+        """The same, all graphs together."""
+        return Placement.sum(self.placements().values())
 
     def _source(self) -> Source:
         return Source(self.graphs, self.mixing, self.bundle_id, self._tokenizer)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,117 +22,31 @@ from caracal_runtimes.decode_state import CHUNK
 from caracal_runtimes.environment import environment
 from caracal_runtimes.errors import BundleError, LimitError, RuntimeToolError
 from caracal_runtimes.limits import check_decode, check_ids
-from caracal_runtimes.manifest import GoldenCase, GoldenGreedy
+from caracal_runtimes.manifest import GoldenCase, GoldenGreedy, GoldenText
 from caracal_runtimes.metrics import Metrics, compare_logits
 from caracal_runtimes.model import CausalLM
+from caracal_runtimes.parity_report import (
+    CaseResult,
+    GreedyResult,
+    ParityReport,
+    ProviderReport,
+    TextResult,
+    Timings,
+    Verdict,
+)
+from caracal_runtimes.providers import Settings, parse
 from caracal_runtimes.sampling import SamplingOptions
-from caracal_runtimes.session import PROVIDERS, Placement, check_threads, provider_name
+from caracal_runtimes.session import check_threads, default_threads, describe_fallback
 from caracal_runtimes.tolerances import Tolerance
 
-Verdict = Literal["PASSED", "FAILED", "NOT RUN"]
 _EVERYWHERE, _BY_STEPS, _BY_CHUNKS = "_everywhere", "_by_steps", "_by_chunks"
-_EXIT_CODES: dict[Verdict, int] = {"PASSED": 0, "FAILED": 1, "NOT RUN": 3}
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One golden forward pass on one provider."""
-
-    name: str
-    batch: int
-    length: int
-    verdict: Verdict
-    metrics: Metrics | None
-    seconds: float
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class GreedyResult:
-    """One greedy continuation on one provider: how many tokens agree before the first that does not."""
-
-    name: str
-    prompt_length: int
-    new_tokens: int
-    agreeing: int
-    verdict: Verdict
-    seconds: float
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class ProviderReport:
-    """All comparisons of one provider with the goldens."""
-
-    ep: str
-    threads: int
-    level: str
-    tolerance: Tolerance
-    placement: Placement | None
-    cases: tuple[CaseResult, ...] = ()
-    greedy: tuple[GreedyResult, ...] = ()
-    reason: str = ""
-    misplaced: bool = False
-
-    @property
-    def verdict(self) -> Verdict:
-        """FAILED if anything failed or ran elsewhere; NOT RUN if something did not run or nothing was compared."""
-        results: list[CaseResult | GreedyResult] = [*self.cases, *self.greedy]
-        if self.misplaced or any(result.verdict == "FAILED" for result in results):
-            return "FAILED"
-        if self.reason or not self.cases or any(result.verdict == "NOT RUN" for result in results):
-            return "NOT RUN"
-        return "PASSED"
-
-    @property
-    def worst(self) -> CaseResult | None:
-        """The case that is furthest from the reference, by relative L2; a failed one before any that passed."""
-        measured = [case for case in self.cases if case.metrics is not None]
-        return max(
-            measured,
-            key=lambda case: (case.verdict == "FAILED", case.metrics.relative_l2 if case.metrics else 0.0),
-            default=None,
-        )
-
-
-@dataclass(frozen=True)
-class ParityReport:
-    """What `caracal parity` found."""
-
-    bundle: str
-    bundle_id: str
-    reference: str
-    mixing: str
-    precision: str
-    providers: tuple[ProviderReport, ...]
-    environment: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worst of all providers' verdicts."""
-        verdicts = [provider.verdict for provider in self.providers]
-        if "FAILED" in verdicts:
-            return "FAILED"
-        return "PASSED" if verdicts and all(verdict == "PASSED" for verdict in verdicts) else "NOT RUN"
-
-    @property
-    def exit_code(self) -> int:
-        """0 passed, 1 failed, 3 not run."""
-        return _EXIT_CODES[self.verdict]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report for JSON; infinities and NaN become strings, which JSON has no numbers for."""
-        data = asdict(self)
-        for provider, entry in zip(self.providers, data["providers"], strict=True):
-            entry["verdict"] = provider.verdict
-            for case, case_entry in zip(provider.cases, entry["cases"], strict=True):
-                if case.metrics is not None:
-                    case_entry["metrics"]["outlier_ratio"] = case.metrics.outlier_ratio
-        result: dict[str, Any] = _jsonable({"verdict": self.verdict, **data})
-        return result
-
+_REPEATS = 3  # of the pass that is timed
+#: Cases that `quick` keeps: short and ragged passes, and one read by steps.
+_QUICK = ("one", "odd", "ragged", "ragged_everywhere")
 
 Progress = Callable[[str, int, int], None]
+#: Called with a part of a report as soon as it is there.
+OnResult = Callable[[Any], None]
 
 
 def run_parity(
@@ -142,11 +57,11 @@ def run_parity(
     level: str | None = None,
     progress: Progress | None = None,
 ) -> ParityReport:
-    """Runs every golden of a bundle on a provider and compares.
+    """Runs every golden of a bundle on a provider, in this process, and compares.
 
     Args:
         bundle: an opened bundle.
-        ep: provider.
+        ep: provider, as `NAME` or `NAME:DEVICE`.
         threads: intra-op threads, 0 for one per core.
         level: tolerance level; the provider's own when None.
         progress: called with what is running, done and total.
@@ -154,58 +69,146 @@ def run_parity(
     Raises:
         InputError: an unknown provider or level. Everything that goes wrong while running is in the report instead.
     """
-    provider_name(ep)
-    check_threads(threads)
-    ep = ep.strip().lower()
-    precision = bundle.manifest.precision
-    level = tolerances.PROVIDER_LEVELS.get(ep, "strict") if level is None else level
-    limit = tolerances.tolerance_for(level, precision)
+    row = run_provider(bundle, ep, Settings(threads=threads), level=level, progress=progress)
+    return whole_report(bundle, [row])
+
+
+def whole_report(bundle: Bundle, rows: Sequence[ProviderReport]) -> ParityReport:
+    """Rows of one machine, this one, as a report."""
     return ParityReport(
-        bundle=str(bundle.path),
+        bundle=bundle.path.resolve().name,
         bundle_id=bundle.id(),
         reference=bundle.manifest.golden.reference,
         mixing=bundle.manifest.graphs["forward"].mixing,
-        precision=precision,
-        providers=(_run_provider(bundle, ep, threads, level, limit, progress),),
-        environment=environment(),
+        precision=bundle.manifest.precision,
+        providers=tuple(rows),
+        machines=({**environment(), "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")},),
     )
 
 
-def _run_provider(
-    bundle: Bundle, ep: str, threads: int, level: str, limit: Tolerance, progress: Progress | None
-) -> ProviderReport:
-    golden = bundle.manifest.golden
-    try:
-        model = bundle.model(ep, threads=threads)
-        placement = model.placement()
-    except RuntimeToolError as error:
-        return ProviderReport(ep, threads, level, limit, None, reason=str(error))
-    plan = [(case, "") for case in golden.cases] + _replayed(golden.cases)
-    total, done = len(plan) + len(golden.greedy), 0
-    cases: list[CaseResult] = []
-    for case, way in plan:
-        if progress is not None:
-            progress(case.name + way, done, total)
-        cases.append(_run_case(bundle, model, case, limit, way))
-        done += 1
-    cases += [_run_product(model, block, limit) for block in _product_blocks(model)]
-    greedy: list[GreedyResult] = []
-    for continuation in golden.greedy:
-        if progress is not None:
-            progress(continuation.name, done, total)
-        greedy.append(_run_greedy(bundle, model, continuation, limit))
-        done += 1
-    if progress is not None:
-        progress("done", done, total)
-    reason = "" if golden.cases else "the bundle has no golden forward pass to compare with; export it again"
-    elsewhere = {name: count for name, count in placement.nodes.items() if name != PROVIDERS[ep]}
-    misplaced = ""
-    if elsewhere or not placement.nodes:
-        where = ", ".join(f"{count} on {name}" for name, count in elsewhere.items()) or "none recorded at all"
-        misplaced = f"asked for {ep}, but nodes ran elsewhere: {where}"
+def empty_row(bundle: Bundle, ep: str, settings: Settings, level: str | None = None) -> ProviderReport:
+    """A provider's row before anything ran. Raises InputError for an unknown provider or level."""
+    provider, device = parse(ep)
+    check_threads(settings.threads)
+    provider.check(settings)
+    name = f"{provider.name}:{device}" if device else provider.name
+    level = provider.level if level is None else level
     return ProviderReport(
-        ep, model.threads, level, limit, placement, tuple(cases), tuple(greedy), misplaced or reason, bool(misplaced)
+        ep=name,
+        threads=settings.threads or default_threads(),
+        level=level,
+        tolerance=tolerances.tolerance_for(level, bundle.manifest.precision),
+        placement=None,
+        title=provider.title,
+        mode="fast" if settings.fast else "exact",
+        allowed=settings.allow_fallback,
     )
+
+
+def run_provider(
+    bundle: Bundle,
+    ep: str,
+    settings: Settings,
+    *,
+    level: str | None = None,
+    quick: bool = False,
+    progress: Progress | None = None,
+    on_result: OnResult | None = None,
+) -> ProviderReport:
+    """Every comparison of one provider, in this process.
+
+    Args:
+        bundle: an opened bundle.
+        ep: provider, as `NAME` or `NAME:DEVICE`.
+        settings: threads, options and so on; with `allow_fallback` nodes that ran elsewhere are told but not a failure.
+        level: tolerance level; the provider's own when None.
+        quick: few cases, for a probe.
+        progress: called with what is running, done and total.
+        on_result: called with each result as it comes, so that one that is never followed by another is not lost.
+
+    Raises:
+        InputError: an unknown provider or level. Everything that goes wrong while running is in the row instead.
+    """
+    row = empty_row(bundle, ep, settings, level)
+    tell, said = on_result or (lambda result: None), progress or (lambda what, done, total: None)
+    began = time.perf_counter()
+    try:
+        provider, device = parse(ep)
+        row = replace(
+            row, settings=provider.applied(replace(settings, device=device)), versions=provider.detect().versions
+        )
+        # Where nodes ran is a result of its own here, beside the numbers, and not what keeps them from being made.
+        model = bundle.model(
+            ep, threads=settings.threads, ep_options=settings.options, fast=settings.fast, allow_fallback=True
+        )
+        said("loading the graphs", 0, 1)
+        placement = model.placements()
+    except RuntimeToolError as error:
+        return replace(row, reason=str(error), seconds=time.perf_counter() - began)
+    load_s = time.perf_counter() - began
+    golden, limit = bundle.manifest.golden, row.tolerance
+    plan = [(case, "") for case in golden.cases] + _replayed(golden.cases)
+    if quick:
+        plan = [(case, way) for case, way in plan if case.name in _QUICK and way != _BY_CHUNKS]
+    blocks = _product_blocks(model)[: 1 if quick else None]
+    continuations = golden.greedy[: 1 if quick else None]
+    texts = [golden.text] if golden.text is not None and not quick else []
+    total, done = len(plan) + len(blocks) + len(continuations) + len(texts), 0
+    cases: list[CaseResult] = []
+    greedy: list[GreedyResult] = []
+    for case, way in plan:
+        said(case.name + way, done, total)
+        cases.append(_run_case(bundle, model, case, limit, way))
+        tell(cases[-1])
+        done += 1
+    for block in blocks:
+        said(_product_name(block), done, total)
+        cases.append(_run_product(model, block, limit))
+        tell(cases[-1])
+        done += 1
+    for continuation in continuations:
+        said(continuation.name, done, total)
+        greedy.append(_run_greedy(bundle, model, continuation, limit))
+        tell(greedy[-1])
+        done += 1
+    text = None
+    for passage in texts:
+        said(passage.name, done, total)
+        text = _run_text(bundle, model, passage, limit)
+        tell(text)
+        done += 1
+    said("timing", done, total)
+    timings = _timings(bundle, model, load_s, greedy)
+    # Some runtimes decide only at the first run; what they say after the last one counts.
+    placement = model.placements() or placement
+    row = replace(
+        row,
+        threads=model.threads,
+        placement=placement or None,
+        cases=tuple(cases),
+        greedy=tuple(greedy),
+        text=text,
+        timings=timings,
+        seconds=time.perf_counter() - began,
+        reason="" if golden.cases else "the bundle has no golden forward pass to compare with; export it again",
+    )
+    said("done", total, total)
+    return judge_placement(row)
+
+
+def judge_placement(row: ProviderReport) -> ProviderReport:
+    """The row with its verdict on where nodes ran."""
+    placement = row.whole_placement
+    if placement is None:
+        return row
+    if not placement.nodes:
+        what = "no node was recorded to run at all"
+    elif placement.elsewhere:
+        what = describe_fallback(placement)
+    else:
+        return row
+    said = f"asked for {row.ep}, but {what}"
+    return replace(row, note=said) if row.allowed else replace(row, misplaced=True, reason=row.reason or said)
 
 
 def _replayed(cases: Sequence[GoldenCase]) -> list[tuple[GoldenCase, str]]:
@@ -226,10 +229,14 @@ def _product_blocks(model: CausalLM) -> list[int]:
     return [model.graphs.lags // 2, 129, LONG_BLOCK] if model.graphs.mhf else []
 
 
+def _product_name(block: int) -> str:
+    return f"convolve_block_{block}"
+
+
 def _run_product(model: CausalLM, block: int, limit: Tolerance) -> CaseResult:
     """One block product of random streams against the same in float64."""
     began, lags, channels = time.perf_counter(), 2 * block, 3
-    name = f"convolve_block_{block}"
+    name = _product_name(block)
     rng = np.random.default_rng(block)
     v, g, v_lags, g_lags = (rng.standard_normal((2, n, channels)) for n in (block, block, lags, lags))
     size = 1 << (block + lags).bit_length()
@@ -338,11 +345,49 @@ def _run_greedy(bundle: Bundle, model: CausalLM, golden: GoldenGreedy, limit: To
     return result("FAILED", at, f"parts from the reference at token {at}")
 
 
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value
+def _run_text(bundle: Bundle, model: CausalLM, golden: GoldenText, limit: Tolerance) -> TextResult:
+    began = time.perf_counter()
+
+    def result(verdict: Verdict, bits: float | None, difference: float | None, reason: str = "") -> TextResult:
+        return TextResult(golden.name, golden.tokens, bits, difference, verdict, time.perf_counter() - began, reason)
+
+    try:
+        tensors = bundle.golden()
+        ids = np.asarray(tensors.tensor(f"{golden.name}/ids"))
+        nats = float(np.asarray(tensors.tensor(f"{golden.name}/nats")))
+        if ids.shape != (golden.tokens,) or not np.isfinite(nats):
+            raise BundleError(
+                f"the manifest says {golden.tokens} tokens, found shape {list(ids.shape)} and {nats} nats"
+            )
+        score = model.score(ids.tolist(), context=len(ids))
+        if score.tokens != len(ids) - 1:
+            raise BundleError(f"expected {len(ids) - 1} scored tokens, found {score.tokens}")
+    except LimitError as error:
+        return result("NOT RUN", None, None, str(error))
+    except Exception as error:  # noqa: BLE001
+        return result("FAILED", None, None, f"could not be compared: {error or type(error).__name__}")
+    bits, expected = (value / np.log(2) / golden.bytes for value in (score.nats, nats))
+    difference = float(bits - expected)
+    if abs(difference) <= limit.bits_per_byte:
+        return result("PASSED", float(bits), difference)
+    reason = f"{bits:.6f} bits per byte, the reference has {expected:.6f}"
+    return result("FAILED", float(bits), difference, reason)
+
+
+def _timings(bundle: Bundle, model: CausalLM, load_s: float, greedy: Sequence[GreedyResult]) -> Timings:
+    """Times for the report; what cannot be timed has failed as a comparison already."""
+    single = [case for case in bundle.manifest.golden.cases if case.batch == 1]
+    length = max((case.length for case in single), default=0)
+    written = next((result for result in greedy if result.verdict == "PASSED"), None)
+    token_ms = 1e3 * written.seconds / written.new_tokens if written is not None else None
+    if not length:
+        return Timings(load_s, token_ms=token_ms)
+    ids, times = np.arange(length, dtype=np.int64)[None] % model.spec.vocab_size, []
+    try:
+        for _ in range(_REPEATS + 1):
+            began = time.perf_counter()
+            model.forward(ids, [[length - 1]])
+            times.append(1e3 * (time.perf_counter() - began))
+    except Exception:  # noqa: BLE001 - as for a comparison, but it is none
+        return Timings(load_s, token_ms=token_ms)
+    return Timings(load_s, length, float(np.median(times[1:])), token_ms)

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from caracal_runtimes.bench import BenchReport
-from caracal_runtimes.parity import CaseResult, GreedyResult, ParityReport, ProviderReport
+from caracal_runtimes.parity_report import CaseResult, ParityReport, ProviderReport
+
+_MISPLACED_SHOWN = 12
 
 
 def parity_table(report: ParityReport) -> str:
     """The report as text: the verdict lines, then for each provider a line per comparison and the placement."""
     blocks = [verdict_lines(report)]
+    if len(report.providers) > 1:
+        blocks += ["", *summary_lines(report)]
     for provider in report.providers:
-        blocks += ["", *_provider_lines(provider)]
+        if not provider.absent:
+            blocks += [
+                "",
+                *([f"== {_name(provider)}"] if len(report.providers) > 1 else []),
+                *_provider_lines(provider),
+            ]
     return "\n".join(blocks)
 
 
@@ -22,27 +31,120 @@ def parity_output(report: ParityReport) -> str:
 
 
 def verdict_lines(report: ParityReport) -> str:
-    """One line per provider."""
-    return "\n".join(verdict_line(report, provider) for provider in report.providers)
+    """One line per provider that is judged, and with several one for all of them; absent ones are named in one more."""
+    lines = [verdict_line(report, row) for row in report.providers if not row.absent]
+    absent = [row.ep for row in report.providers if row.absent]
+    if absent:
+        lines.append(f"(not on this machine: {', '.join(absent)}; caracal providers says why)")
+    if len(report.providers) > 1:
+        lines.append(overall_line(report))
+    return "\n".join(lines)
+
+
+def overall_line(report: ParityReport) -> str:
+    """The verdict over all providers, one line."""
+    rows = report.judged
+    counts = [
+        f"{sum(row.verdict == verdict for row in rows)} {verdict.lower()}"
+        for verdict in ("PASSED", "FAILED", "NOT RUN")
+    ]
+    wrong = [_name(row) for row in rows if row.verdict != "PASSED"]
+    worst = max(
+        (
+            (row.worst.metrics.relative_l2, row)
+            for row in rows
+            if row.worst is not None and row.worst.metrics is not None
+        ),
+        key=lambda item: item[0],
+        default=None,
+    )
+    figure = "nothing compared" if worst is None else f"worst relative L2 {worst[0]:.1e} ({_name(worst[1])})"
+    more = f"  not: {', '.join(wrong)}" if wrong else ""
+    return f"{report.verdict}  parity {report.mixing} {report.precision} on {len(rows)} providers  {figure}  {', '.join(counts)}{more}"
 
 
 def verdict_line(report: ParityReport, provider: ProviderReport) -> str:
-    """`PASSED|FAILED|NOT RUN  what  figure  limit`, one line."""
-    what = f"parity {report.mixing} {report.precision} on {provider.ep}"
+    """`PASSED|FAILED|NOT RUN  what  figure  limit`, one line; brackets around what is shown and not judged."""
+    what = f"parity {report.mixing} {report.precision} on {_name(provider)}"
+    verdict = f"({provider.verdict})" if provider.mode == "fast" else provider.verdict
     worst = provider.worst
-    results: list[CaseResult | GreedyResult] = [*provider.cases, *provider.greedy]
+    results = provider.results
     if worst is None or worst.metrics is None:
         reason = provider.reason or next((result.reason for result in results if result.reason), "nothing ran")
-        return f"{provider.verdict}  {what}  {reason}"
+        return f"{verdict}  {what}  {reason}"
     failed = [result for result in results if result.verdict == "FAILED"]
     figure = f"worst relative L2 {worst.metrics.relative_l2:.1e} ({worst.name})"
     limit = f"limit {provider.tolerance.relative_l2:.0e}"
-    if failed:
-        return f"{provider.verdict}  {what}  {figure}  {limit}  {failed[0].name}: {failed[0].reason}"
+    if failed and not provider.died:
+        return f"{verdict}  {what}  {figure}  {limit}  {failed[0].name}: {failed[0].reason}"
     counts = f"{len(provider.cases)} passes, {len(provider.greedy)} greedy continuations"
-    return f"{provider.verdict}  {what}  {figure}  {limit}  {counts}" + (
-        f"  {provider.reason}" if provider.reason else ""
+    return f"{verdict}  {what}  {figure}  {limit}  {counts}" + (f"  {provider.reason}" if provider.reason else "")
+
+
+def summary_lines(report: ParityReport) -> list[str]:
+    """A line per provider: verdict, errors, tokens, nodes, time and memory."""
+    rows: list[tuple[str, ...]] = [
+        (
+            "provider",
+            "verdict",
+            "worst L2",
+            "greedy",
+            "bits/byte",
+            "nodes elsewhere",
+            "forward ms",
+            "ms/token",
+            "load s",
+            "MB",
+        )
+    ]
+    for row in report.providers:
+        if row.absent:
+            continue
+        metrics = row.worst.metrics if row.worst is not None else None
+        agreeing, wanted = sum(g.agreeing for g in row.greedy), sum(g.new_tokens for g in row.greedy)
+        bits = row.text.difference if row.text is not None else None
+        placement, times = row.whole_placement, row.timings
+        rows.append(
+            (
+                _name(row),
+                f"({row.verdict})" if row.mode == "fast" else row.verdict,
+                "-" if metrics is None else f"{metrics.relative_l2:.1e}",
+                f"{agreeing}/{wanted}" if wanted else "-",
+                "-" if bits is None else f"{bits:+.1e}",
+                "not told" if placement is None else f"{len(placement.elsewhere)} of {sum(placement.nodes.values())}",
+                "-" if times.forward_ms is None else f"{times.forward_ms:.1f}",
+                "-" if times.token_ms is None else f"{times.token_ms:.2f}",
+                "-" if times.load_s is None else f"{times.load_s:.1f}",
+                "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.0f}",
+            )
+        )
+    return _table(rows)
+
+
+def probe_line(row: ProviderReport) -> str:
+    """How a probe went, one line."""
+    metrics = row.worst.metrics if row.worst is not None else None
+    if metrics is None:
+        return f"probe on {row.ep}: {row.verdict}, {row.reason}"
+    times = (
+        ""
+        if row.timings.forward_ms is None
+        else f", {row.timings.forward_ms:.1f} ms for {row.timings.forward_length} tokens"
     )
+    placement = row.whole_placement
+    where = ""
+    if placement is not None:
+        nodes = ", ".join(f"{count} on {name}" for name, count in placement.nodes.items())
+        where = f", nodes: {nodes}" + (f" ({placement.shape_only} of them only sizes)" if placement.shape_only else "")
+    reason = f"; {row.reason}" if row.reason else ""
+    return (
+        f"probe on {row.ep}: {row.verdict}, relative L2 {metrics.relative_l2:.1e}, limit {row.tolerance.relative_l2:.0e}"
+        f"{times}{where}{reason}"
+    )
+
+
+def _name(row: ProviderReport) -> str:
+    return f"{row.ep} (fast)" if row.mode == "fast" else row.ep
 
 
 def bench_table(report: BenchReport) -> str:
@@ -105,6 +207,8 @@ def _short(commit: str) -> str:
 
 
 def _provider_lines(provider: ProviderReport) -> list[str]:
+    if not provider.results:
+        return [provider.reason or "nothing ran"]
     rows: list[tuple[str, ...]] = [
         ("case", "batch x length", "relative L2", "max abs", "KL mean", "KL max", "top-1", "needs", "verdict")
     ]
@@ -115,12 +219,35 @@ def _provider_lines(provider: ProviderReport) -> list[str]:
             f"{greedy.name}: {greedy.agreeing} of {greedy.new_tokens} tokens agree after a prompt of "
             f"{greedy.prompt_length}  {greedy.verdict}" + (f"  {greedy.reason}" if greedy.reason else "")
         )
+    text = provider.text
+    if text is not None:
+        bits = "-" if text.bits_per_byte is None else f"{text.bits_per_byte:.6f} bits per byte, {text.difference:+.1e}"
+        lines.append(
+            f"{text.name}: {bits} over {text.tokens} tokens  {text.verdict}"
+            + (f"  {text.reason}" if text.reason else "")
+        )
     for case in provider.cases:
         if case.verdict != "PASSED":
             lines.append(f"{case.name}: {case.reason}")
-    if provider.placement is not None:
-        placed = ", ".join(f"{count} on {name}" for name, count in provider.placement.nodes.items()) or "none recorded"
-        lines.append(f"nodes: {placed}; {provider.threads} thread(s); level {provider.level}")
+    placement = provider.whole_placement
+    where = "the runtime does not tell where nodes ran"
+    if placement is not None:
+        placed = ", ".join(f"{count} on {name}" for name, count in placement.nodes.items()) or "none recorded"
+        sizes = f", {placement.shape_only} elsewhere that only work out sizes" if placement.shape_only else ""
+        where = f"nodes: {placed}{sizes}"
+    lines.append(f"{where}; {provider.threads} thread(s); level {provider.level}")
+    for node in (placement.elsewhere if placement is not None else ())[:_MISPLACED_SHOWN]:
+        lines.append(
+            f"  {node.graph} {node.operator} {node.node} ran on {node.ran_on}" + (f": {node.why}" if node.why else "")
+        )
+    if placement is not None and len(placement.elsewhere) > _MISPLACED_SHOWN:
+        lines.append(f"  and {len(placement.elsewhere) - _MISPLACED_SHOWN} nodes more (--json has all)")
+    if provider.settings:
+        lines.append(
+            f"{provider.mode} settings: " + ", ".join(f"{key}={value}" for key, value in provider.settings.items())
+        )
+    if provider.note:
+        lines.append(f"note: {provider.note}")
     return lines
 
 

@@ -3,6 +3,7 @@
 A level says how alike two runs of the same model must be; a precision says what the weights and products are.
     strict   the same arithmetic in another order: a CPU, or an accelerator in its exact setting
     close    float32 with the small liberties accelerators take (fused or approximate elementary functions)
+    half     float32 weights computed in half precision, as most neural processors do and do not say
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Tolerance:
         kl: bound on the largest KL(ref || got) of any position, in nats.
         near_tie: a top-1 disagreement is excused where the reference's own margin between its two best logits is
             below this.
+        bits_per_byte: bound on the difference of a text's bits per byte.
     """
 
     relative_l2: float
@@ -30,15 +32,16 @@ class Tolerance:
     rtol: float
     kl: float
     near_tie: float
+    bits_per_byte: float
 
 
 TOLERANCES: dict[tuple[str, str], Tolerance] = {
-    ("strict", "float32"): Tolerance(relative_l2=1e-5, atol=5e-5, rtol=1e-4, kl=1e-7, near_tie=1e-4),
-    ("close", "float32"): Tolerance(relative_l2=1e-4, atol=5e-4, rtol=1e-3, kl=1e-6, near_tie=1e-3),
+    ("strict", "float32"): Tolerance(
+        relative_l2=1e-5, atol=5e-5, rtol=1e-4, kl=1e-7, near_tie=1e-4, bits_per_byte=1e-5
+    ),
+    ("close", "float32"): Tolerance(relative_l2=1e-4, atol=5e-4, rtol=1e-3, kl=1e-6, near_tie=1e-3, bits_per_byte=1e-4),
+    ("half", "float32"): Tolerance(relative_l2=2e-2, atol=1e-1, rtol=1e-1, kl=5e-2, near_tie=3e-1, bits_per_byte=1e-2),
 }
-
-#: Level a provider is held to; whatever is not named here is held to `strict`.
-PROVIDER_LEVELS: dict[str, str] = {"cpu": "strict"}
 
 
 def tolerance_for(level: str, precision: str) -> Tolerance:
@@ -48,3 +51,15 @@ def tolerance_for(level: str, precision: str) -> Tolerance:
     except KeyError:
         known = ", ".join(f"{a}/{b}" for a, b in TOLERANCES)
         raise InputError(f"tolerance: no level {level!r} for precision {precision!r}; known are {known}") from None
+
+
+#: Relative L2 that one node may add by itself, by level, for floating-point values; all others must be equal.
+NODE_LEVELS: dict[str, float] = {"strict": 1e-5, "close": 1e-4, "half": 1e-2}
+
+
+def node_level(level: str) -> float:
+    """What a single node is held to. Raises InputError for a level that has no entry."""
+    try:
+        return NODE_LEVELS[level]
+    except KeyError:
+        raise InputError(f"tolerance: no node level {level!r}; known are {', '.join(NODE_LEVELS)}") from None

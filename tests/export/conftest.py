@@ -16,7 +16,7 @@ import torch
 from caracal_export import export_checkpoint
 from caracal_runtimes.forward import ForwardPass
 from caracal_runtimes.manifest import ModelSpec
-from caracal_runtimes.session import Session
+from caracal_runtimes.providers.ort import OrtSession
 from numpy.typing import NDArray
 
 from caracal import CaracalConfig, CaracalModel, load_checkpoint, save_checkpoint
@@ -172,7 +172,7 @@ def run_graph() -> Callable[[Path, CaracalConfig], ForwardPass]:
             conv_kernel=config.conv_kernel,
             layer_types=tuple(config.layer_types),
         )
-        return ForwardPass(Session(onnx_file, threads=1), spec)
+        return ForwardPass(OrtSession.on_cpu(onnx_file, threads=1), spec)
 
     return load
 

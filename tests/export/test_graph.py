@@ -20,7 +20,7 @@ import torch
 from caracal_export.tracing import GRAPHS, OPSETS, retarget, trace
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.forward import ForwardPass
-from caracal_runtimes.session import Session
+from caracal_runtimes.providers.ort import OrtSession
 
 from caracal import CaracalConfig, CaracalModel
 
@@ -118,7 +118,7 @@ def _feeds(graph: onnx.GraphProto, sizes: dict[str, int]) -> dict[str, np.ndarra
 
 
 def _run(file: Path, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    session = Session(file, threads=1)
+    session = OrtSession.on_cpu(file, threads=1)
     names = [value.name for value in onnx.load(file, load_external_data=False).graph.output]
     return dict(zip(names, session.run(feeds, names), strict=True))
 

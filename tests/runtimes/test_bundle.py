@@ -16,7 +16,7 @@ import pytest
 from caracal_runtimes.bundle import Bundle, sha256_of
 from caracal_runtimes.errors import BundleError, InputError
 from caracal_runtimes.model import CausalLM
-from caracal_runtimes.session import Session
+from caracal_runtimes.providers.ort import OrtSession
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
 WEIGHTY = ("extend.onnx", "forward.onnx", "step.onnx")  # the graphs that have weights
@@ -157,7 +157,7 @@ class TestExternalData:
             copy.model()
         # Without our own check ONNX Runtime still refuses to leave the folder.
         with pytest.raises(BundleError, match=r"forward\.onnx could not be loaded"):
-            Session(copy.path / "forward.onnx")
+            OrtSession.on_cpu(copy.path / "forward.onnx")
 
     @pytest.mark.parametrize("graph", WEIGHTY)
     def test_a_file_that_no_hash_covers_is_never_read(self, copy: Any, graph: str) -> None:
@@ -175,7 +175,7 @@ class TestExternalData:
         (copy.path / graph).write_bytes(altered.SerializeToString())
         copy.rehash()
         with pytest.raises(BundleError, match=rf"{re.escape(graph)} could not be loaded"):
-            Session(copy.path / graph)
+            OrtSession.on_cpu(copy.path / graph)
 
     @pytest.mark.parametrize("graph", WEIGHTY)
     @pytest.mark.parametrize(("key", "value"), [("offset", "99999999"), ("offset", "-8"), ("length", "4")])

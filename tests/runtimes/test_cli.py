@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import safetensors.numpy
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.cli import main
 from caracal_runtimes.generation import Generated
 from caracal_runtimes.model import CausalLM
+from caracal_runtimes.providers.ort import OrtSession
 from caracal_runtimes.sampling import SamplingOptions
 from caracal_runtimes.scoring import Score
-from caracal_runtimes.session import Session
 
 Caracal = Callable[..., Any]
 # Left alone an untrained model repeats itself; with this penalty no token comes twice.
@@ -267,6 +269,51 @@ class TestInfo:
             assert line in ran.out
         assert "{" not in ran.out
 
+    def test_operators_and_who_has_kernels_for_them(self, caracal: Caracal, exported: Any) -> None:
+        data = json.loads(caracal("info", exported.bundle, "--format", "json").out)
+        manifest = json.loads((exported.bundle / "manifest.json").read_text(encoding="utf-8"))
+        for name, graph in manifest["graphs"].items():
+            listed = sum(row["nodes"].get(name, 0) for row in data["operators"])
+            constants = graph["operators"].get("Constant", 0)
+            assert listed + data["nodes that work out sizes"].get(name, 0) + constants == sum(
+                graph["operators"].values()
+            )
+        product = next(row for row in data["operators"] if row["operator"] == "MatMul")
+        assert (product["opset"], product["version"], product["dtype"]) == (18, 13, "float32")
+        for ep in ("cpu", "cuda", "directml"):
+            assert data["providers"][ep]["findings"] == []
+        assert data["providers"]["iree"]["findings"][0]["verdict"] == "unknown"
+        text = caracal("info", exported.bundle).out
+        assert len(re.findall(r"^  MatMul +18 +13 +float32 +\d", text, re.MULTILINE)) == 1
+        assert "  cuda: all operators have kernels  [onnxruntime-gpu " in text
+        assert "  iree: nothing is known of these operators  [" in text
+
+    def test_operators_that_a_provider_lacks(self, caracal: Caracal, copy: Any) -> None:
+        """A provider that lacks an operator is told apart from one of which that is not known, before any hardware is."""
+        graph = onnx.load(copy.path / "convolve.onnx")
+        for node in graph.graph.node:
+            if node.op_type == "MatMul":
+                node.op_type = "DFT"
+                del node.input[1:]
+        (copy.path / "convolve.onnx").write_bytes(graph.SerializeToString())
+        copy.rehash()
+        text = caracal("info", copy.path).out
+        assert re.search(r"  cuda: 1 missing  .*\n    missing: DFT float32 \(\d+ nodes in convolve\): no kernel", text)
+        only = caracal("info", copy.path, "--ep", "CUDA").out
+        assert "    source: " in only
+        assert "directml" not in only
+        data = json.loads(caracal("info", copy.path, "--ep", "dml", "--format", "json").out)
+        assert list(data["providers"]) == ["directml"]
+
+    def test_a_provider_nobody_knows(self, caracal: Caracal, exported: Any) -> None:
+        refused(caracal("info", exported.bundle, "--ep", "abacus"), 2, "--ep must be one of", "cuda", "found 'abacus'")
+        refused(caracal("info", exported.checkpoint, "--ep", "cuda"), 2, "export it first")
+
+    def test_a_graph_that_is_none(self, caracal: Caracal, copy: Any) -> None:
+        (copy.path / "step.onnx").write_bytes(b"\xff" * 100)
+        copy.rehash()
+        refused(caracal("info", copy.path), 2, "step.onnx is no whole ONNX model")
+
     def test_check_hashes_every_file(self, caracal: Caracal, copy: Any) -> None:
         assert "checked by hash" in caracal("info", copy.path, "--check").out
         content = bytearray((copy.path / "README.md").read_bytes())
@@ -322,7 +369,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (["--ep", "cuda"], ["--ep must be one of cpu, found 'cuda'"]),
+            (["--ep", "cdua"], ["--ep must be one of cpu, cuda, ", "found 'cdua'"]),
             (["--ep", ""], ["--ep must be one of cpu"]),
             (["--ep-option", "device=0"], ["the provider cpu takes none", "device"]),
             (["--ep-option", "device"], ["must look like KEY=VALUE, found 'device'"]),
@@ -474,7 +521,7 @@ class TestErrors:
         def fail(*args: object, **options: object) -> None:
             raise MemoryError
 
-        monkeypatch.setattr(Session, "run", fail)
+        monkeypatch.setattr(OrtSession, "run", fail)
         refused(caracal("generate", exported.bundle, "-p", "God"), 2, "out of memory")
 
     @pytest.mark.parametrize("missing", ["torch", "onnx", "onnx_ir"])

@@ -21,9 +21,9 @@ from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.decode_graphs import Carried, DecodeGraphs
 from caracal_runtimes.decode_state import CHUNK, Row
 from caracal_runtimes.decoding import Recompute, Stateful
-from caracal_runtimes.environment import resident_bytes
 from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.history import History
+from caracal_runtimes.machine import resident_bytes
 from caracal_runtimes.model import CausalLM
 from caracal_runtimes.products import ProductQueue
 from caracal_runtimes.safetensors_file import SafetensorsFile

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import InputError, NotRunError
+from caracal_runtimes.manifest import GRAPHS
 from caracal_runtimes.metrics import compare_logits
 from caracal_runtimes.model import CausalLM
-from caracal_runtimes.parity import CaseResult, GreedyResult, ParityReport, ProviderReport, run_parity
+from caracal_runtimes.parity import run_parity
+from caracal_runtimes.parity_report import CaseResult, GreedyResult, ParityReport, ProviderReport
+from caracal_runtimes.providers.ort import OrtSession
 from caracal_runtimes.report import parity_table, verdict_line
-from caracal_runtimes.session import Placement, Session
+from caracal_runtimes.session import Misplaced, Placement
 from caracal_runtimes.tolerances import TOLERANCES
 
 STRICT = TOLERANCES["strict", "float32"]
@@ -44,8 +47,7 @@ def check(bundle: Bundle, verdict: str, exit_code: int) -> ParityReport:
 
 def reasons(report: ParityReport) -> dict[str, str]:
     (provider,) = report.providers
-    results: list[CaseResult | GreedyResult] = [*provider.cases, *provider.greedy]
-    return {result.name: result.reason for result in results if result.verdict == "FAILED"}
+    return {result.name: result.reason for result in provider.results if result.verdict == "FAILED"}
 
 
 class TestGood:
@@ -58,7 +60,8 @@ class TestGood:
         assert all(greedy.agreeing == greedy.new_tokens for greedy in provider.greedy)
         assert (provider.ep, provider.threads, provider.level, provider.reason) == ("cpu", 1, "strict", "")
         assert provider.placement is not None
-        assert set(provider.placement.nodes) == {"CPUExecutionProvider"}
+        assert set(provider.placement) == set(GRAPHS)
+        assert set(provider.whole_placement.nodes) == {"CPUExecutionProvider"}
 
     def test_says_what_was_compared_and_where(self, exported: Any) -> None:
         bundle = Bundle.open(exported.bundle)
@@ -66,7 +69,7 @@ class TestGood:
         assert (report.bundle, report.bundle_id) == (str(bundle.path), bundle.id())
         assert report.reference.startswith("PyTorch ")
         assert report.providers[0].level == "close"
-        assert report.environment.keys() >= {"os", "machine", "processor", "python", "numpy", "onnxruntime"}
+        assert report.machines[0].keys() >= {"os", "machine", "processor", "python", "numpy", "onnxruntime"}
 
     def test_the_worst_case_is_named(self, exported: Any) -> None:
         report = run_parity(Bundle.open(exported.bundle), threads=1)
@@ -78,11 +81,13 @@ class TestGood:
     def test_progress(self, exported: Any) -> None:
         seen: list[tuple[str, int, int]] = []
         run_parity(Bundle.open(exported.bundle), threads=1, progress=lambda *state: seen.append(state))
-        assert [done for _, done, _ in seen] == list(range(len(seen)))
-        assert {total for _, _, total in seen} == {len(seen) - 1}
+        loading, *compared, timing, last = seen
+        assert (loading[0], timing[0], last[0]) == ("loading the graphs", "timing", "done")
+        assert [done for _, done, _ in compared] == list(range(len(compared)))
+        assert {total for _, _, total in [*compared, timing, last]} == {len(compared)}
 
     @pytest.mark.parametrize(
-        "arguments", [{"ep": "cuda"}, {"ep": ""}, {"level": "exact"}, {"level": ""}, {"threads": -1}]
+        "arguments", [{"ep": "cdua"}, {"ep": ""}, {"level": "exact"}, {"level": ""}, {"threads": -1}]
     )
     def test_bad_usage(self, exported: Any, arguments: Any) -> None:
         """Not the machine's fault, so that it is an error and no report."""
@@ -145,7 +150,7 @@ class TestWeights:
         assert all("NaN or infinite" in reason for name, reason in reasons(report).items() if "greedy" not in name)
         products = {case.name for case in report.providers[0].cases if case.name.startswith("convolve_")}
         assert products.isdisjoint(reasons(report)), "they read no weights"
-        ran = len(report.providers[0].cases) + len(report.providers[0].greedy)
+        ran = len(report.providers[0].results)
         assert len(reasons(report)) == ran - len(products)
         assert strict_json(report)["providers"][0]["cases"][0]["metrics"]["max_abs"] == "inf"
 
@@ -225,7 +230,7 @@ class TestGoldens:
         assert list(reasons(check(copy.open(), "FAILED", 1))) == [FROM_START]
 
     def test_a_continuation_shorter_than_the_manifest_says(self, copy: Any) -> None:
-        """Otherwise one token would stand for 32."""
+        """Otherwise one token would stand for all."""
 
         def cut(tensors: dict[str, Any]) -> None:
             for key in ("continuation", "margins"):
@@ -251,15 +256,15 @@ class TestGoldens:
         def crash(*args: object) -> None:
             raise error
 
-        monkeypatch.setattr(Session, "run", crash)
+        monkeypatch.setattr(OrtSession, "run", crash)
         report = check(Bundle.open(exported.bundle), "FAILED", 1)
-        assert len(reasons(report)) == len(report.providers[0].cases) + len(report.providers[0].greedy)
+        assert len(reasons(report)) == len(report.providers[0].results)
 
     def test_an_interruption_is_no_finding(self, exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(*args: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Session, "run", interrupt)
+        monkeypatch.setattr(OrtSession, "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_parity(Bundle.open(exported.bundle), threads=1)
 
@@ -309,7 +314,7 @@ class TestGreedy:
     def test_a_near_tie_is_excused_and_said(self, copy: Any) -> None:
         self.change(copy, STRICT.near_tie * 0.99)
         report = check(copy.open(), "PASSED", 0)
-        assert (self.result(report).agreeing, self.result(report).new_tokens) == (3, 32)
+        assert (self.result(report).agreeing, self.result(report).new_tokens) == (3, 128)
         assert "parts at token 3 on a near tie (margin 9.9e-05)" in parity_table(report)
 
     def test_a_near_tie_elsewhere_excuses_nothing(self, copy: Any) -> None:
@@ -318,20 +323,26 @@ class TestGreedy:
         check(copy.open(), "FAILED", 1)
 
 
+def _placed(nodes: dict[str, int]) -> Placement:
+    count = nodes.get("OtherExecutionProvider", 0)
+    elsewhere = (Misplaced("forward.onnx", "here", "Add", "OtherExecutionProvider", "no kernel"),) * count
+    return Placement(nodes, {}, elsewhere)
+
+
 class TestPlacement:
     @pytest.mark.parametrize(
         ("nodes", "words"),
         [
-            ({"CPUExecutionProvider": 300, "OtherExecutionProvider": 2}, "2 on OtherExecutionProvider"),
-            ({"OtherExecutionProvider": 302}, "302 on OtherExecutionProvider"),
-            ({}, ""),
+            ({"CPUExecutionProvider": 300, "OtherExecutionProvider": 2}, "2 Add on OtherExecutionProvider (no kernel)"),
+            ({"OtherExecutionProvider": 302}, "302 Add on OtherExecutionProvider (no kernel)"),
+            ({}, "no node was recorded"),
         ],
         ids=["some elsewhere", "all elsewhere", "none recorded"],
     )
     def test_nodes_that_ran_elsewhere_or_nowhere(
         self, exported: Any, monkeypatch: pytest.MonkeyPatch, nodes: dict[str, int], words: str
     ) -> None:
-        monkeypatch.setattr(CausalLM, "placement", lambda self: Placement(nodes, {}))
+        monkeypatch.setattr(CausalLM, "placements", lambda self: {"forward": _placed(nodes)})
         report = run_parity(Bundle.open(exported.bundle), threads=1)
         line = verdict_line(report, report.providers[0])
         assert report.verdict != "PASSED"
@@ -340,7 +351,7 @@ class TestPlacement:
         assert words in line
 
     def test_wrong_numbers_weigh_more(self, copy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(CausalLM, "placement", lambda self: Placement({"OtherExecutionProvider": 1}, {}))
+        monkeypatch.setattr(CausalLM, "placements", lambda self: {"forward": _placed({"OtherExecutionProvider": 1})})
         copy.weight("norm.weight")[...] = 0
         copy.rehash()
         check(copy.open(), "FAILED", 1)
@@ -351,12 +362,12 @@ class TestNotRun:
         (copy.path / "forward.onnx").write_bytes(b"no graph")
         copy.rehash()
         report = check(copy.open(), "NOT RUN", 3)
-        assert "forward.onnx could not be loaded" in verdict_line(report, report.providers[0])
+        assert "forward.onnx is no whole ONNX model" in verdict_line(report, report.providers[0])
 
     def test_a_provider_that_the_build_lacks(self, exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("onnxruntime.get_available_providers", list)
         report = check(Bundle.open(exported.bundle), "NOT RUN", 3)
-        assert "does not have CPUExecutionProvider" in parity_table(report)
+        assert "provider cpu does not work here" in parity_table(report)
 
     def test_no_provider_at_all(self, exported: Any) -> None:
         report = replace(run_parity(Bundle.open(exported.bundle), threads=1), providers=())
@@ -383,7 +394,7 @@ class TestReport:
         data = strict_json(run_parity(Bundle.open(exported.bundle), threads=1))
         case = data["providers"][0]["cases"][0]
         assert case["metrics"].keys() >= {"max_abs", "relative_l2", "kl_max", "outlier_ratio", "needed_scale"}
-        assert data["providers"][0]["placement"]["nodes"]["CPUExecutionProvider"] > 0
+        assert data["providers"][0]["placement"]["forward"]["nodes"]["CPUExecutionProvider"] > 0
         assert data["providers"][0]["tolerance"]["relative_l2"] == STRICT.relative_l2
 
     def test_infinities_become_strings(self, exported: Any) -> None:

@@ -1,14 +1,19 @@
-"""Describe a checkpoint or a bundle: configuration, parameters, files, graphs and the operators they use."""
+"""Describe a checkpoint or a bundle: configuration, parameters, files, graphs, operators and who has kernels for them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from caracal_runtimes.cli.arguments import add_format_argument
 from caracal_runtimes.errors import InputError
+
+if TYPE_CHECKING:
+    from caracal_runtimes.onnx_graph import Model
 
 HELP = "describe a checkpoint or a bundle"
 
@@ -17,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("path", metavar="PATH", help="checkpoint or bundle folder")
     parser.add_argument("--check", action="store_true", help="hash every file of a bundle (without: sizes only)")
+    parser.add_argument("--ep", metavar="NAME", help="one provider's kernels instead of every known one's")
     add_format_argument(parser)
 
 
@@ -28,8 +34,10 @@ def run(args: argparse.Namespace) -> int:
     if not str(args.path).strip() or not path.exists():
         raise InputError(f"info: expected a checkpoint or bundle folder, found nothing at {args.path!r}")
     if (path / MANIFEST_FILE).is_file():
-        found = _bundle(path, check_hashes=args.check)
+        found = _bundle(path, check_hashes=args.check, ep=args.ep)
     elif (path / "config.json").is_file():
+        if args.ep is not None:
+            raise InputError(f"info: --ep is about a bundle's operators, and {path} is a checkpoint; export it first")
         found = _checkpoint(path)
     else:
         raise InputError(
@@ -42,23 +50,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bundle(path: Path, *, check_hashes: bool) -> dict[str, Any]:
+def _bundle(path: Path, *, check_hashes: bool, ep: str | None) -> dict[str, Any]:
     from caracal_runtimes.bundle import Bundle
-    from caracal_runtimes.operators import EVERYWHERE, support
+    from caracal_runtimes.onnx_graph import read_model
 
     bundle = Bundle.open(path, check_hashes=check_hashes)
     manifest = bundle.manifest
     graphs = {}
     for name, graph in manifest.graphs.items():
-        limited = {op: support(op) for op in graph.operators if support(op) != EVERYWHERE}
         graphs[name] = {
             "file": graph.file,
             "opset": graph.opset,
             "mixing": graph.mixing,
             "inputs": {spec.name: f"{spec.dtype} {list(spec.shape)}" for spec in graph.inputs},
             "outputs": {spec.name: f"{spec.dtype} {list(spec.shape)}" for spec in graph.outputs},
-            "operators": " ".join(f"{op}:{count}" for op, count in sorted(graph.operators.items())),
-            "runs on": limited or EVERYWHERE,
         }
     return {
         "kind": f"bundle, files {'checked by hash' if check_hashes else 'present, hashes not checked (--check does)'}",
@@ -68,6 +73,7 @@ def _bundle(path: Path, *, check_hashes: bool) -> dict[str, Any]:
         "precision": manifest.precision,
         "config": manifest.config,
         "graphs": graphs,
+        **_portability({name: read_model(bundle.file(graph.file)) for name, graph in manifest.graphs.items()}, ep),
         "files": {name: f"{entry.bytes:,} bytes  sha256 {entry.sha256}" for name, entry in manifest.files.items()},
         "golden": f"{len(manifest.golden.cases)} forward passes, {len(manifest.golden.greedy)} greedy continuations, "
         f"{manifest.golden.reference}",
@@ -75,6 +81,80 @@ def _bundle(path: Path, *, check_hashes: bool) -> dict[str, Any]:
         "producer": manifest.producer,
         "verification": manifest.verification or "none: exported with --no-verify",
     }
+
+
+def _portability(models: Mapping[str, Model], ep: str | None) -> dict[str, Any]:
+    """The operators of the graphs, and for each known provider those that it may not run, from the graphs alone."""
+    from caracal_runtimes.kernels import dtype_of, judge, known, name_of, since
+    from caracal_runtimes.onnx_graph import infer
+    from caracal_runtimes.placement_rules import shape_only
+
+    lists = known()
+    if ep is not None:
+        if name_of(ep) not in lists:
+            raise InputError(
+                f"info: --ep must be one of {', '.join(lists)}, of which kernels are known, found {ep!r:.40}"
+            )
+        lists = {name_of(ep): lists[name_of(ep)]}
+    # By operator, domain, opset and type; then by graph.
+    computing: dict[tuple[str, str, int, str], Counter[str]] = {}
+    sizes: Counter[str] = Counter()
+    findings: dict[str, dict[tuple[str, str], dict[str, Counter[str]]]] = {name: {} for name in lists}
+    for graph, model in models.items():
+        values, constants = infer(model.graph), model.graph.constants()
+        by_design = shape_only(model.graph, values)
+        for index, node in enumerate(model.graph.nodes):
+            if node.op_type == "Constant":
+                continue
+            if model.graph.key(index) in by_design:
+                sizes[graph] += 1
+                continue
+            dtype, opset = dtype_of(node, values), model.opsets.get(node.domain, 0)
+            computing.setdefault((node.op_type, node.domain, opset, dtype), Counter())[graph] += 1
+            for name in lists:
+                support = judge(name, node, model.opsets, dtype, constants)
+                if support.verdict != "kernel":
+                    found = findings[name].setdefault((support.verdict, support.why), {})
+                    found.setdefault(f"{_qualified(node.op_type, node.domain)} {dtype}", Counter())[graph] += 1
+    return {
+        "operators": [
+            {
+                "operator": _qualified(op, domain),
+                "opset": opset,
+                "version": since(op, domain, opset),
+                "dtype": dtype,
+                "nodes": dict(graphs),
+            }
+            for (op, domain, opset, dtype), graphs in sorted(computing.items())
+        ],
+        "nodes that work out sizes": dict(sizes),
+        "providers": {
+            name: {
+                "version": listed.version,
+                "method": listed.method,
+                "source": listed.source,
+                "complete": listed.complete,
+                "notes": list(listed.notes),
+                "findings": [
+                    {
+                        "verdict": verdict,
+                        "why": why,
+                        "operators": {op: dict(graphs) for op, graphs in sorted(ops.items())},
+                    }
+                    for (verdict, why), ops in sorted(findings[name].items(), key=lambda item: _ORDER.index(item[0][0]))
+                ],
+            }
+            for name, listed in lists.items()
+        },
+    }
+
+
+# The worst first.
+_ORDER = ("missing", "opset", "dtype", "conditional", "unknown")
+
+
+def _qualified(op: str, domain: str) -> str:
+    return f"{domain}.{op}" if domain else op
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -102,10 +182,60 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 def _text(data: dict[str, Any], indent: str = "") -> list[str]:
     lines = []
     for key, value in data.items():
-        if isinstance(value, dict) and value:
+        if key == "operators" and not indent:
+            lines += _operator_lines(value, data["nodes that work out sizes"])
+        elif key == "providers" and not indent:
+            lines += _provider_lines(value, data["operators"])
+        elif key == "nodes that work out sizes":
+            continue  # a row of the table
+        elif isinstance(value, dict) and value:
             lines += [f"{indent}{key}:", *_text(value, indent + "  ")]
         elif isinstance(value, list):
             lines.append(f"{indent}{key}: {', '.join(map(str, value))}")
         else:
             lines.append(f"{indent}{key}: {value:,}" if key == "parameters" else f"{indent}{key}: {value}")
+    return lines
+
+
+def _operator_lines(rows: list[dict[str, Any]], sizes: dict[str, int]) -> list[str]:
+    """One table for all graphs: they share most operators."""
+    graphs = list(dict.fromkeys([*(graph for row in rows for graph in row["nodes"]), *sizes]))
+    table = [["operator", "opset", "version", "dtype", *graphs]]
+    for row in rows:
+        counts = [str(row["nodes"].get(graph, "")) for graph in graphs]
+        table.append([row["operator"], str(row["opset"]), str(row["version"]), row["dtype"], *counts])
+    table.append(["(sizes)", "", "", "", *(str(sizes.get(graph, "")) for graph in graphs)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["operators: nodes that compute; those that only work out sizes are kept on the CPU by design"]
+    for line in table:
+        left = [cell.ljust(width) for cell, width in zip(line[:4], widths, strict=False)]
+        right = [cell.rjust(width) for cell, width in zip(line[4:], widths[4:], strict=True)]
+        lines.append("  " + "  ".join([*left, *right]).rstrip())
+    return lines
+
+
+def _provider_lines(providers: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
+    """A line for a provider that has everything, and one for each thing that it lacks."""
+    graphs = len({graph for row in rows for graph in row["nodes"]})
+    lines = ["providers: kernels for the nodes that compute (docs/portability.md)"]
+    for name, listed in providers.items():
+        found = {verdict: [each for each in listed["findings"] if each["verdict"] == verdict] for verdict in _ORDER}
+        unknown = sum(len(each["operators"]) for each in found["unknown"])
+        counts = [(sum(len(each["operators"]) for each in found[verdict]), verdict) for verdict in _ORDER[:-1]]
+        summary = ", ".join(f"{count} {verdict}" for count, verdict in counts if count)
+        if not summary:
+            summary = "all operators have kernels" if not unknown else "nothing is known to be missing"
+        silent = unknown == len(rows)
+        summary = "nothing is known of these operators" if silent else summary
+        lines.append(f"  {name}: {summary}  [{listed['version']}; {listed['method']}]")
+        for each in [] if silent else listed["findings"]:
+            nodes = sum((Counter(by_graph) for by_graph in each["operators"].values()), Counter[str]())
+            shown = list(each["operators"])
+            names = ", ".join(shown) if each["verdict"] != "unknown" or len(shown) <= 6 else f"{len(shown)} operators"
+            where = "every graph" if len(nodes) == graphs else ", ".join(nodes)
+            count = f"{nodes.total()} node{'s' if nodes.total() != 1 else ''}"
+            lines.append(f"    {each['verdict']}: {names} ({count} in {where}): {each['why']}")
+        lines += [f"    note: {note}" for note in listed["notes"]]
+        if len(providers) == 1:
+            lines.append(f"    source: {listed['source']}")
     return lines

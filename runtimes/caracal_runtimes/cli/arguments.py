@@ -14,11 +14,26 @@ _MAX_TEXT = 1 << 28  # bytes; a device or a pipe may have no end
 
 
 def add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
-    """`BUNDLE`, `--ep`, `--ep-option`, `--threads`."""
+    """`BUNDLE`, `--ep` and what goes with it."""
     parser.add_argument("bundle", metavar="BUNDLE", help="folder that `caracal export` wrote")
-    parser.add_argument("--ep", default="cpu", metavar="NAME", help="execution provider (default: cpu)")
+    parser.add_argument(
+        "--ep",
+        default="cpu",
+        metavar="NAME",
+        help="execution provider, NAME or NAME:DEVICE as `caracal providers` lists them, or auto for the fastest that is "
+        "right here (default: cpu)",
+    )
+    add_provider_arguments(parser)
+    parser.add_argument("--fast", action="store_true", help="the provider's own defaults instead of exact float32")
+
+
+def add_provider_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--ep-option`, `--allow-fallback`, `--threads`."""
     parser.add_argument(
         "--ep-option", action="append", default=[], metavar="K=V", help="option for the provider; may be repeated"
+    )
+    parser.add_argument(
+        "--allow-fallback", action="store_true", help="accept that other providers run what this one cannot"
     )
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads (default: one per core)")
 
@@ -37,14 +52,10 @@ def ep_options(args: argparse.Namespace) -> dict[str, str]:
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise InputError(f"--ep-option must look like KEY=VALUE, found {item!r}")
+        if key in options:
+            raise InputError(f"--ep-option: {key} is given twice")
         options[key] = value
     return options
-
-
-def refuse_ep_options(args: argparse.Namespace) -> None:
-    """Raises InputError for any `--ep-option`, before the bundle is read."""
-    if given := ep_options(args):
-        raise InputError(f"--ep-option: the provider {args.ep} takes none, found {', '.join(given)}")
 
 
 def read_text(path: str) -> str:
@@ -86,7 +97,7 @@ def parse_bias(items: Sequence[str]) -> dict[int, float]:
     return bias
 
 
-def check_writable(flag: str, path: str, bundle: str) -> None:
+def check_writable(flag: str, path: str, bundle: str | None) -> None:
     """Refuses a file that cannot be written or lies in the bundle, before the work whose result it takes.
 
     Raises:
@@ -95,7 +106,7 @@ def check_writable(flag: str, path: str, bundle: str) -> None:
     target = Path(path)
     try:
         wrong = not path or target.is_dir() or not target.absolute().parent.is_dir()
-        inside = not wrong and Path(bundle).resolve() in target.resolve().parents
+        inside = bundle is not None and not wrong and Path(bundle).resolve() in target.resolve().parents
     except (OSError, ValueError):
         wrong, inside = True, False
     if inside:
@@ -104,6 +115,30 @@ def check_writable(flag: str, path: str, bundle: str) -> None:
         )
     if wrong:
         raise InputError(f"{flag}: expected a file in a folder that exists, found {path[:60]!r}")
+
+
+def check_folder(flag: str, path: str, bundle: str | None) -> None:
+    """Refuses a folder that cannot be made or lies in the bundle, before the work whose result it takes.
+
+    Raises:
+        InputError: naming the flag.
+    """
+    target = Path(path)
+    try:
+        wrong = not path.strip() or (target.exists() and not target.is_dir())
+        above = next((parent for parent in target.absolute().parents if parent.exists()), None)
+        wrong = wrong or above is None or not above.is_dir()
+        inside = (
+            bundle is not None and not wrong and Path(bundle).resolve() in (target.resolve(), *target.resolve().parents)
+        )
+    except (OSError, ValueError):
+        wrong, inside = True, False
+    if inside:
+        raise InputError(
+            f"{flag}: {path[:60]!r} lies in the bundle, whose files must stay as they are; choose another place"
+        )
+    if wrong:
+        raise InputError(f"{flag}: expected a folder, or a place where one can be made, found {path[:60]!r}")
 
 
 def write_whole(flag: str, name: str, text: str) -> None:

@@ -13,9 +13,9 @@ from caracal_runtimes.cli.arguments import (
     add_runtime_arguments,
     check_writable,
     parse_ids,
-    refuse_ep_options,
     write_whole,
 )
+from caracal_runtimes.cli.opening import open_model
 from caracal_runtimes.cli.progress import ProgressLine
 
 HELP = "time prefill and decode"
@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json is not None:
         check_writable("--json", args.json, args.bundle)
-    refuse_ep_options(args)
     bundle = Bundle.open(args.bundle)
+    model = open_model(args, bundle)
     with ProgressLine() as progress:
-        report = run_bench(bundle, options, ep=args.ep, threads=args.threads, progress=progress)
+        report = run_bench(bundle, options, model=model, progress=progress)
     text = json.dumps(report.to_dict(), indent=2)
     print(text if args.format == "json" else bench_table(report))
     if args.json is not None:

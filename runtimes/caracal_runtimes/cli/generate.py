@@ -18,11 +18,11 @@ from caracal_runtimes.cli.arguments import (
     add_format_argument,
     add_runtime_arguments,
     check_writable,
-    ep_options,
     parse_bias,
     parse_ids,
     read_text,
 )
+from caracal_runtimes.cli.opening import open_model
 from caracal_runtimes.cli.progress import ProgressLine
 from caracal_runtimes.errors import InputError
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save_state is not None:
         check_writable("--save-state", args.save_state, args.bundle)
     chunk = CHUNK if args.prefill_chunk is None else args.prefill_chunk
-    model = Bundle.open(args.bundle).model(args.ep, threads=args.threads, ep_options=ep_options(args))
+    model = open_model(args, Bundle.open(args.bundle))
     stop_ids = () if args.ignore_eos and args.stop_id is None else args.stop_id
     rule = {"max_new_tokens": args.max_new_tokens, "stop": args.stop, "stop_ids": stop_ids}
     model.check_request(options=options, **rule)

@@ -1,58 +1,134 @@
-"""Compare a provider with the PyTorch outputs recorded in the bundle.
+"""Compare providers with the PyTorch outputs recorded in the bundle, or join the reports of several machines.
 
-Exit code 0 when everything agrees, 1 when something does not, 3 when nothing could be compared.
+`caracal parity merge A.json B.json ...` joins. Exit code 0 when everything agrees, 1 when something does not, 3 when
+nothing could be compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from caracal_runtimes.cli.arguments import (
     add_format_argument,
-    add_runtime_arguments,
+    add_provider_arguments,
+    check_folder,
     check_writable,
-    refuse_ep_options,
+    ep_options,
     write_whole,
 )
 from caracal_runtimes.cli.progress import ProgressLine
+from caracal_runtimes.errors import InputError, RuntimeToolError
 
-HELP = "prove that a provider computes the same as PyTorch did"
+if TYPE_CHECKING:
+    from caracal_runtimes.bisect import LayerError
+    from caracal_runtimes.parity_report import ParityReport
+
+HELP = "prove that providers compute the same as PyTorch did"
+MERGE = "merge"
+_LAYER_SECONDS = 120.0  # that a provider may take for the picture of its blocks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    add_runtime_arguments(parser)
-    parser.add_argument(
-        "--level", metavar="NAME", help="tolerance level (default: the provider's own; see docs/tolerances.md)"
+    add = parser.add_argument
+    add("bundle", metavar="BUNDLE", help="folder that `caracal export` wrote; or the word merge")
+    add("reports", metavar="REPORT", nargs="*", help="after merge: files that --json wrote")
+    add(
+        "--ep",
+        default="cpu",
+        metavar="NAMES",
+        help="providers, separated by commas, each NAME or NAME:DEVICE; or all (default: cpu)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the whole report to FILE as JSON")
+    add_provider_arguments(parser)
+    add("--fast", action="store_true", help="run each provider once more with its own defaults, shown and not judged")
+    add("--level", metavar="NAME", help="tolerance level (default: the provider's own; see docs/tolerances.md)")
+    add("--time-limit", type=float, metavar="S", help="seconds a provider may be silent (default: 600)")
+    add(
+        "--memory-limit", type=float, metavar="GB", help="memory a provider may take (default: nearly all that is free)"
+    )
+    add("--json", metavar="FILE", help="write the whole report to FILE as JSON")
+    add("--report", metavar="DIR", help="write the report to DIR as a page, as Markdown and as JSON")
     add_format_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    from caracal_runtimes.bundle import Bundle
-    from caracal_runtimes.parity import run_parity
     from caracal_runtimes.report import parity_output
 
-    if args.json is not None:
-        check_writable("--json", args.json, args.bundle)
-    refuse_ep_options(args)
-    bundle = Bundle.open(args.bundle)
-    with ProgressLine() as progress:
-        report = run_parity(
-            bundle,
-            args.ep,
-            threads=args.threads,
-            level=args.level,
-            progress=lambda what, done, total: progress(f"comparing: {what}", done, total),
+    merging = args.bundle == MERGE and (args.reports or not Path(MERGE).is_dir())
+    if args.reports and not merging:
+        raise InputError(
+            f"parity: expected one bundle, found {len(args.reports) + 1} arguments; to join reports: caracal parity merge "
+            f"A.json B.json"
         )
+    if args.json is not None:
+        check_writable("--json", args.json, None if merging else args.bundle)
+    if args.report is not None:
+        check_folder("--report", args.report, None if merging else args.bundle)
+    report = _merge(args) if merging else _compare(args)
     text = json.dumps(report.to_dict(), indent=2)
-    if args.format == "json":
-        print(text)
-    else:
-        print(parity_output(report))
+    print(text if args.format == "json" else parity_output(report))
     if args.json is not None:
         write_whole("--json", args.json, text + "\n")
+    if args.report is not None:
+        from caracal_runtimes.report_page import write_report
+
+        write_report(report, Path(args.report), {} if merging else _layers(args, report))
     return report.exit_code
+
+
+def _compare(args: argparse.Namespace) -> ParityReport:
+    from caracal_runtimes.auto import AUTO
+    from caracal_runtimes.bundle import Bundle
+    from caracal_runtimes.cli.opening import chosen
+    from caracal_runtimes.parity_matrix import TIME_LIMIT, Limits, run_matrix
+    from caracal_runtimes.providers import Settings
+
+    limits = Limits(
+        TIME_LIMIT if args.time_limit is None else _positive("--time-limit", args.time_limit),
+        None if args.memory_limit is None else int(_positive("--memory-limit", args.memory_limit) * 1e9),
+    )
+    settings = Settings(threads=args.threads, options=ep_options(args), allow_fallback=args.allow_fallback)
+    bundle = Bundle.open(args.bundle)
+    eps = [chosen(args, bundle)] if args.ep.strip().lower() == AUTO else args.ep.split(",")
+    with ProgressLine() as progress:
+        return run_matrix(bundle, eps, settings, level=args.level, fast=args.fast, limits=limits, progress=progress)
+
+
+def _layers(args: argparse.Namespace, report: ParityReport) -> dict[str, Sequence[LayerError]]:
+    """The error of each provider from block to block, where the package that takes graphs apart is there."""
+    from caracal_runtimes.bisect import layer_errors
+    from caracal_runtimes.bundle import Bundle
+    from caracal_runtimes.providers import Settings
+
+    bundle = Bundle.open(args.bundle, check_hashes=False)
+    settings = Settings(threads=args.threads, options=ep_options(args), allow_fallback=True)
+    found: dict[str, Sequence[LayerError]] = {}
+    with ProgressLine() as progress:
+        rows = [row for row in report.judged if row.cases and not row.died]
+        for index, row in enumerate(rows):
+            progress(f"looking at each block: {row.ep}", index, len(rows))
+            try:
+                found[row.ep] = layer_errors(bundle, row.ep, settings, time_limit=_LAYER_SECONDS)
+            except RuntimeToolError as error:
+                # The report stands without its pictures; a provider that cannot show its blocks has its verdict already.
+                print(f"caracal: no error by layer for {row.ep}: {' '.join(str(error).split())}", file=sys.stderr)
+    return found
+
+
+def _merge(args: argparse.Namespace) -> ParityReport:
+    from caracal_runtimes.merge import merge, read_report
+
+    return merge([read_report(path) for path in args.reports], args.reports)
+
+
+def _positive(flag: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{flag} must be a number above 0, found {value}")
+    return value

@@ -9,7 +9,8 @@ import argparse
 import json
 import math
 
-from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, ep_options, parse_ids, read_text
+from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, parse_ids, read_text
+from caracal_runtimes.cli.opening import open_model
 from caracal_runtimes.cli.progress import ProgressLine
 
 HELP = "bits per byte and perplexity of a text"
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     text = read_text(args.file)
     source = parse_ids(text) if args.ids else text
-    model = Bundle.open(args.bundle).model(args.ep, threads=args.threads, ep_options=ep_options(args))
+    model = open_model(args, Bundle.open(args.bundle))
     with ProgressLine() as progress:
         score = model.score(source, context=args.context, progress=lambda done, total: progress("scoring", done, total))
     if args.format == "json":

@@ -1,0 +1,36 @@
+"""From the arguments that commands share to a loaded model: the provider, its options, and what `--ep auto` chooses."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from caracal_runtimes.cli.arguments import ep_options
+from caracal_runtimes.cli.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from caracal_runtimes.bundle import Bundle
+    from caracal_runtimes.model import CausalLM
+
+
+def open_model(args: argparse.Namespace, bundle: Bundle) -> CausalLM:
+    """The bundle's model on the provider that was asked for. Raises what `Bundle.model` raises."""
+    ep = chosen(args, bundle)
+    return bundle.model(
+        ep, threads=args.threads, ep_options=ep_options(args), fast=args.fast, allow_fallback=args.allow_fallback
+    )
+
+
+def chosen(args: argparse.Namespace, bundle: Bundle) -> str:
+    """The provider's name; for `auto` the one that measuring finds, which is said on standard error."""
+    from caracal_runtimes.auto import AUTO, choose
+    from caracal_runtimes.providers import Settings
+
+    if args.ep.strip().lower() != AUTO:
+        return str(args.ep)
+    with ProgressLine() as progress:
+        choice = choose(bundle, Settings(threads=args.threads, options=ep_options(args)), progress=progress)
+    measured = "as measured before" if choice.cached else "measured now"
+    print(f"--ep auto: {choice.why} ({measured})", file=sys.stderr)
+    return choice.ep

@@ -1,0 +1,261 @@
+"""What the providers of ONNX Runtime have in common: being built in or a plugin, being found, and being made a session."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import sys
+import weakref
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from caracal_runtimes.errors import InputError, NotRunError
+from caracal_runtimes.manifest import GraphSpec
+from caracal_runtimes.providers.ort import OrtSession, SharedWeights, import_onnxruntime
+from caracal_runtimes.providers.ort_shapes import OrtFixedSession
+from caracal_runtimes.providers.protocol import Detection, Provider, Settings
+from caracal_runtimes.session import Session, check_threads, default_threads, first_line
+
+_SHARED: weakref.WeakValueDictionary[tuple[str, int, int], SharedWeights] = weakref.WeakValueDictionary()
+_REGISTERED: dict[str, str] = {}  # plugin's provider name -> library, for this process
+#: Distributions that contain the module `onnxruntime`; at most one of them may be installed.
+BUILDS = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-directml",
+    "onnxruntime-windowsml",
+    "onnxruntime-openvino",
+    "onnxruntime-migraphx",
+    "onnxruntime-rocm",
+)
+
+
+class OrtProvider(Provider):
+    """A provider that ONNX Runtime knows under `ort_name`.
+
+    Class attributes:
+        ort_name: ONNX Runtime's name for it.
+        plugin: the module of its plugin package; None for one that is only ever built in.
+        platforms: values of `sys.platform` it exists for; empty for all.
+        fixed_shapes: it takes graphs without symbolic axes only, so that there is a session for each set of shapes.
+        shares: whether weights can be handed to it where they are mapped.
+    """
+
+    ort_name: ClassVar[str]
+    plugin: ClassVar[str | None] = None
+    platforms: ClassVar[tuple[str, ...]] = ()
+    fixed_shapes: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
+
+    def detect(self) -> Detection:
+        """Looks at what is installed and which devices are there."""
+        versions = installed(*self.packages, *BUILDS)
+        if self.platforms and sys.platform not in self.platforms:
+            return Detection("impossible", versions, reason=f"exists for {' and '.join(self.platforms)} only")
+        try:
+            ort = import_onnxruntime()
+        except NotRunError as error:
+            missing = not importable("onnxruntime")
+            return Detection("missing" if missing else "broken", versions, (), str(error), self.install())
+        versions["onnxruntime"] = ort.__version__
+        builds = [name for name in BUILDS if name in versions and name in installed(name)]
+        if len(builds) > 1:
+            return Detection(
+                "broken",
+                versions,
+                reason=f"{' and '.join(builds)} are installed together and overwrite each other's files",
+                remedy=f"pip uninstall -y {' '.join(builds)} && {self.install()}",
+            )
+        if self.plugin is not None and importable(self.plugin):
+            return self._detect_plugin(ort, versions)
+        if self.ort_name not in ort.get_available_providers():
+            build = builds[0] if builds else "onnxruntime"
+            has = ", ".join(ort.get_available_providers())
+            own = "" if self.plugin or not self.extra else f" (in an environment of its own: it replaces {build})"
+            return Detection("missing", versions, (), f"{build} {ort.__version__} has {has}", f"{self.install()}{own}")
+        try:
+            self._check_libraries(ort)
+            return Detection("ready", versions, tuple(self._builtin_devices(ort)))
+        except NotRunError as error:
+            return self._not_working(error, versions)
+
+    def open(self, graph: Path, spec: GraphSpec, settings: Settings) -> Session:
+        """Loads a graph. See `Provider.open`."""
+        check_threads(settings.threads)
+        self.check(settings)
+        found = self.detect()
+        ep = f"{self.name}:{settings.device}" if settings.device else self.name
+        if found.state != "ready":
+            raise NotRunError(
+                f"provider {ep} does not work here: {found.reason}" + (f"; {found.remedy}" if found.remedy else "")
+            )
+        names = [device.partition(":")[0] for device in found.devices]
+        if settings.device is not None and settings.device.lower() not in (name.lower() for name in names):
+            raise InputError(f"--ep {ep}: {self.name} has the devices {', '.join(names)}, found {settings.device!r}")
+
+        def load(dimensions: Mapping[str, int] | None = None) -> OrtSession:
+            return OrtSession(
+                graph,
+                ep,
+                self.ort_name,
+                lambda options: self._configure(options, settings),
+                threads=settings.threads,
+                weights=shared_weights(settings.weights) if self.shares and settings.weights is not None else None,
+                allow_fallback=settings.allow_fallback,
+                dimensions=dimensions,
+            )
+
+        if not self.fixed_shapes:
+            return load()
+        return OrtFixedSession(graph.name, ep, settings.threads or default_threads(), spec, load)
+
+    def applied(self, settings: Settings) -> dict[str, str]:
+        """The options that a session with these settings gets."""
+        ours = self.fast_options(settings) if settings.fast else self.exact_options(settings)
+        return {**ours, **settings.options}
+
+    def exact_options(self, settings: Settings) -> dict[str, str]:
+        """Options that ask for float32 throughout."""
+        return {}
+
+    def fast_options(self, settings: Settings) -> dict[str, str]:
+        """Options of the provider's own defaults, with the device."""
+        return {}
+
+    def prepare(self, options: Any) -> None:
+        """Session options beyond the provider's own."""
+
+    def _configure(self, options: Any, settings: Settings) -> list[Any] | None:
+        ort = import_onnxruntime()
+        self.prepare(options)
+        applied = self.applied(settings)
+        if self._is_plugin():
+            devices = self._plugin_devices(ort)
+            wanted = settings.device
+            chosen = [d for name, d in devices if wanted is None or name.lower() == wanted.lower()][:1]
+            options.add_provider_for_devices(chosen, applied)
+            return None
+        return [(self.ort_name, applied)]
+
+    def _is_plugin(self) -> bool:
+        return self.plugin is not None and importable(self.plugin)
+
+    # Plugins
+
+    def _library(self, module: ModuleType) -> str:
+        return str(module.get_library_path())
+
+    def _ep_name(self, module: ModuleType) -> str:
+        return str(module.get_ep_name())
+
+    def _device_name(self, device: Any, index: int) -> str:
+        """What goes after `--ep NAME:` for one of ONNX Runtime's devices."""
+        kind = str(device.device.type).rpartition(".")[2].lower()
+        return kind if index == 0 else f"{kind}{index}"
+
+    def _device_title(self, device: Any) -> str:
+        return str(device.ep_metadata.get("FULL_DEVICE_NAME") or device.device.vendor or device.ep_vendor)
+
+    def _plugin_devices(self, ort: Any) -> list[tuple[str, Any]]:
+        """Registers the plugin once in this process; the devices it offers, with the names that `--ep` takes.
+
+        Raises:
+            NotRunError: the plugin's library does not load; with the runtime's own words.
+        """
+        assert self.plugin is not None
+        try:
+            module = importlib.import_module(self.plugin)
+            name = self._ep_name(module)
+            if name not in _REGISTERED:
+                library = self._library(module)
+                ort.register_execution_provider_library(name, library)
+                _REGISTERED[name] = library
+        except Exception as error:  # noqa: BLE001 - whatever a foreign package does while it loads
+            raise NotRunError(f"the plugin {self.plugin} does not load: {first_line(error)}") from None
+        offered = [device for device in ort.get_ep_devices() if device.ep_name == name]
+        return [(self._device_name(device, index), device) for index, device in enumerate(offered)]
+
+    def _detect_plugin(self, ort: Any, versions: dict[str, str]) -> Detection:
+        try:
+            devices = self._plugin_devices(ort)
+        except NotRunError as error:
+            return self._not_working(error, versions)
+        if not devices:
+            return Detection("impossible", versions, (), self._no_device(), self._no_device_remedy())
+        return Detection("ready", versions, tuple(f"{name}: {self._device_title(device)}" for name, device in devices))
+
+    def _no_device(self) -> str:
+        return "the plugin loads, but offers no device on this machine"
+
+    def _no_device_remedy(self) -> str:
+        return ""
+
+    def _not_working(self, error: NotRunError, versions: dict[str, str]) -> Detection:
+        """An installation that does not load, told by what is missing."""
+        said = str(error)
+        if "API version" in said or "api version" in said:
+            return Detection(
+                "broken",
+                versions,
+                (),
+                f"{said} (the plugin is newer than onnxruntime {versions.get('onnxruntime', '')})",
+                "pip install -U onnxruntime",
+            )
+        return Detection("broken", versions, (), said, self.repair(said))
+
+    def repair(self, said: str) -> str:
+        """What to do about a library that does not load."""
+        return f"install what is missing, or again: {self.install()}"
+
+    # Built in
+
+    def _check_libraries(self, ort: Any) -> None:
+        """Loads the provider's own library, which ONNX Runtime would do as late as in a session, and then silently not.
+
+        Raises:
+            NotRunError: with the name of the library that is missing.
+        """
+        folder = Path(ort.__file__).parent / "capi"
+        stem = self.ort_name.removesuffix("ExecutionProvider").lower()
+        for library in (folder / "libonnxruntime_providers_shared.so", folder / f"libonnxruntime_providers_{stem}.so"):
+            if library.is_file():
+                try:
+                    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+                except OSError as error:
+                    raise NotRunError(f"{library.name} does not load: {first_line(error)}") from None
+
+    def _builtin_devices(self, ort: Any) -> list[str]:
+        """Devices as `name: description`. Raises NotRunError when there is none."""
+        return ["default: whichever ONNX Runtime takes"]
+
+
+def importable(module: str) -> bool:
+    """Whether there is a module of this name, without loading it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """Versions of those of the distributions that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def shared_weights(path: Path) -> SharedWeights:
+    """The mapped weight file, the same object for all sessions that are alive together."""
+    status = path.stat()
+    key = (str(path.resolve()), status.st_mtime_ns, status.st_size)
+    weights = _SHARED.get(key)
+    if weights is None:
+        weights = _SHARED[key] = SharedWeights(path)
+    return weights

@@ -1,0 +1,120 @@
+"""What a provider is: the one protocol that `--ep` names stand for. See docs/adding-a-provider.md."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from caracal_runtimes.errors import InputError
+from caracal_runtimes.manifest import GraphSpec
+from caracal_runtimes.session import Session
+
+#: ready: installed, and a device is there; missing: `remedy` installs it; broken: installed, and something is wrong with
+#: the installation; impossible: not on this machine, whatever is installed.
+State = Literal["ready", "missing", "broken", "impossible"]
+
+
+@dataclass(frozen=True)
+class Detection:
+    """What can be said of a provider on this machine without running anything.
+
+    Args:
+        state: see `State`.
+        versions: of the packages and libraries that it consists of.
+        devices: those that can be asked for, the default one first, as `name: description`; the name goes after
+            `--ep NAME:`.
+        reason: why it is not ready, in one line that names what is missing.
+        remedy: what to do about it, as a command where there is one.
+    """
+
+    state: State
+    versions: dict[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    reason: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a provider is to be run.
+
+    Args:
+        device: one of the provider's devices, None for its default.
+        threads: 0 for one per core that this process may use.
+        fast: leave the provider's own defaults, which may trade accuracy for speed; False asks for float32 throughout.
+        options: the user's own, which go before ours.
+        weights: the bundle's weight file, to be read where it is mapped once for all sessions instead of making a copy
+            for this one; None makes a copy, which is faster for several rows. Runtimes that cannot share ignore it.
+        allow_fallback: accept a session in which another provider runs computing nodes; otherwise it is a finding.
+    """
+
+    device: str | None = None
+    threads: int = 0
+    fast: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
+    weights: Path | None = None
+    allow_fallback: bool = False
+
+
+class Provider(ABC):
+    """One way to run a graph.
+
+    Class attributes:
+        name: what `--ep` takes, lower case.
+        aliases: other names for it.
+        title: for people.
+        packages: distributions that `pip` installs for it, the one that decides its version first.
+        extra: the extra of this distribution that brings them; None where nothing can be installed.
+        level: tolerance level that it is held to in its exact settings (`tolerances.py`).
+        known_options: options that `--ep-option` may set; None where the provider's own check has to do.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    title: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[str | None] = None
+    level: ClassVar[str] = "strict"
+    known_options: ClassVar[frozenset[str] | None] = None
+
+    @abstractmethod
+    def detect(self) -> Detection:
+        """Looks at what is installed and which devices are there. Runs no graph and raises nothing."""
+
+    @abstractmethod
+    def applied(self, settings: Settings) -> dict[str, str]:
+        """The options that a session with these settings gets, for reports: what "exact" or "fast" means here."""
+
+    @abstractmethod
+    def open(self, graph: Path, spec: GraphSpec, settings: Settings) -> Session:
+        """Loads a graph; its external weights lie beside it.
+
+        Args:
+            graph: the `.onnx` file.
+            spec: what the manifest says of it: names, dtypes and shapes of inputs and outputs.
+            settings: device, threads, options.
+
+        Raises:
+            InputError: an option or a device that this provider does not have.
+            PlacementError: other providers run computing nodes of the graph, and `allow_fallback` is not set.
+            NotRunError: it is not installed, or does not work here; the message says what to do.
+            BundleError: the graph cannot be loaded although the provider works.
+        """
+
+    def check(self, settings: Settings) -> None:
+        """Refuses an option that the provider does not have: most would ignore it. Raises InputError."""
+        unknown = [key for key in settings.options if self.known_options is not None and key not in self.known_options]
+        if unknown:
+            takes = ", ".join(sorted(self.known_options or ())) or "none"
+            raise InputError(f"--ep-option: the provider {self.name} takes {takes}, found {', '.join(unknown)}")
+
+    def matrix_devices(self, detection: Detection) -> tuple[str, ...]:
+        """Devices that a comparison of everything runs one by one, since each has kernels of its own; none: the default."""
+        return ()
+
+    def install(self) -> str:
+        """The command that installs it."""
+        return f"pip install 'caracal-onnx[{self.extra}]'" if self.extra else ""
