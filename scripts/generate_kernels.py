@@ -53,7 +53,7 @@ def main() -> None:
     data = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"format": 1, "providers": {}}
     data["schemas"] = schemas(data.get("schemas"))
     if args.measure:
-        entry = measured(args.package, args.bundles, data["schemas"])
+        entry = measured(args.measure, args.package, args.bundles, data["schemas"])
     else:
         entry = builtin(args.builtin, args.python, args.stand_ins)
     old = data["providers"].get(args.measure or args.builtin, {})
@@ -131,13 +131,14 @@ def schemas(recorded: dict[str, list[int]] | None) -> dict[str, list[int]]:
     return {op: sorted(versions) for op, versions in sorted(found.items())}
 
 
-def measured(package: str, bundles: list[Path], since: dict[str, list[int]]) -> dict[str, Any]:
+def measured(ep: str, package: str, bundles: list[Path], since: dict[str, list[int]]) -> dict[str, Any]:
     """What a plugin takes of the bundles' graphs."""
     from importlib.metadata import version
 
     import onnxruntime as ort
     from caracal_runtimes.onnx_graph import infer, read_model
     from caracal_runtimes.placement_rules import shape_only
+    from caracal_runtimes.providers import Settings, provider
 
     if not package or not bundles:
         raise SystemExit("--measure needs --package and at least one bundle")
@@ -159,7 +160,8 @@ def measured(package: str, bundles: list[Path], since: dict[str, list[int]]) -> 
         options.log_severity_level = 4
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        options.add_provider_for_devices(devices, {})
+        # As the bundles are run: some have kernels that their own defaults leave out.
+        options.add_provider_for_devices(devices, provider(ep).applied(Settings()))
         session = ort.InferenceSession(str(path), options)
         for part in session.get_provider_graph_assignment_info():
             for assigned in part.get_nodes():

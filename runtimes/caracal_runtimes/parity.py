@@ -129,7 +129,7 @@ def run_provider(
     Raises:
         InputError: an unknown provider or level. Everything that goes wrong while running is in the row instead.
     """
-    row = empty_row(bundle, ep, settings, level)
+    row = replace(empty_row(bundle, ep, settings, level), quick=quick)
     tell, said = on_result or (lambda result: None), progress or (lambda what, done, total: None)
     began = time.perf_counter()
     try:

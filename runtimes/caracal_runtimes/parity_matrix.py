@@ -82,7 +82,7 @@ def run_matrix(
             if progress is not None:
                 progress(f"{ep} ({index + 1} of {len(plan)}): {what}", done, total)
 
-        row = empty_row(bundle, ep, each, level)
+        row = replace(empty_row(bundle, ep, each, level), quick=quick)
         if found is not None and found.state != "ready":
             reason = f"{found.reason}; {found.remedy}" if found.remedy else found.reason
             rows.append(replace(row, reason=reason, versions=found.versions, absent=not by_name))

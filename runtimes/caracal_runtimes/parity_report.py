@@ -93,6 +93,7 @@ class ProviderReport:
         absent: the provider is not installed or has no device here, and was not asked for by name.
         died: the process did not reach its end.
         machine: index into the report's machines.
+        quick: only few of the goldens were compared.
         note: what a reader should know besides, and no verdict depends on.
     """
 
@@ -117,6 +118,7 @@ class ProviderReport:
     absent: bool = False
     died: bool = False
     machine: int = 0
+    quick: bool = False
     note: str = ""
 
     @property

@@ -78,6 +78,7 @@ def verdict_line(report: ParityReport, provider: ProviderReport) -> str:
     if failed and not provider.died:
         return f"{verdict}  {what}  {figure}  {limit}  {failed[0].name}: {failed[0].reason}"
     counts = f"{len(provider.cases)} passes, {len(provider.greedy)} greedy continuations"
+    counts += " (quick: not all goldens)" if provider.quick else ""
     return f"{verdict}  {what}  {figure}  {limit}  {counts}" + (f"  {provider.reason}" if provider.reason else "")
 
 

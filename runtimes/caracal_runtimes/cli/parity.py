@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_provider_arguments(parser)
     add("--fast", action="store_true", help="run each provider once more with its own defaults, shown and not judged")
+    add(
+        "--quick",
+        action="store_true",
+        help="compare few of the goldens, for providers that take minutes for each shape",
+    )
     add("--level", metavar="NAME", help="tolerance level (default: the provider's own; see docs/tolerances.md)")
     add("--time-limit", type=float, metavar="S", help="seconds a provider may be silent (default: 600)")
     add(
@@ -98,7 +103,9 @@ def _compare(args: argparse.Namespace) -> ParityReport:
     bundle = Bundle.open(args.bundle)
     eps = [chosen(args, bundle)] if args.ep.strip().lower() == AUTO else args.ep.split(",")
     with ProgressLine() as progress:
-        return run_matrix(bundle, eps, settings, level=args.level, fast=args.fast, limits=limits, progress=progress)
+        return run_matrix(
+            bundle, eps, settings, level=args.level, fast=args.fast, quick=args.quick, limits=limits, progress=progress
+        )
 
 
 def _layers(args: argparse.Namespace, report: ParityReport) -> dict[str, Sequence[LayerError]]:

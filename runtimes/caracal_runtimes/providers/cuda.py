@@ -27,6 +27,10 @@ class Cuda(OrtProvider):
         """The device."""
         return {"device_id": settings.device or "0"}
 
+    def hardware(self) -> None:
+        """NVIDIA's driver and a device."""
+        nvidia.devices()
+
     def repair(self, said: str) -> str:
         """Names the packages that carry CUDA's and cuDNN's libraries."""
         if "driver" in said:

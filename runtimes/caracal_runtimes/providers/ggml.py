@@ -18,6 +18,7 @@ class Ggml(OrtProvider):
     extra = "ggml"
     ort_name = "ggml"
     plugin = "onnxruntime_ggml"
+    own_environment = "it wants ONNX Runtime before 1.31"
 
     def exact_options(self, settings: Settings) -> dict[str, str]:
         """The CPU's kernels, with these threads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from caracal_runtimes.providers import amd
 from caracal_runtimes.providers.ort_provider import OrtProvider
 from caracal_runtimes.providers.protocol import Settings
 
@@ -24,6 +25,10 @@ class MiGraphX(OrtProvider):
     def fast_options(self, settings: Settings) -> dict[str, str]:
         """The device."""
         return {"device_id": settings.device or "0"}
+
+    def hardware(self) -> None:
+        """AMD's compute driver."""
+        amd.check()
 
     def repair(self, said: str) -> str:
         """ROCm's libraries come with AMD's own packages, not with pip's."""

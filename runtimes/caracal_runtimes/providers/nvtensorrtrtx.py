@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from caracal_runtimes.providers import nvidia
 from caracal_runtimes.providers.ort_provider import OrtProvider
 
 
@@ -16,6 +17,10 @@ class NvTensorRtRtx(OrtProvider):
     platforms = ("linux", "win32")
     ort_name = "NvTensorRTRTXExecutionProvider"
     plugin = "onnxruntime_ep_nv_tensorrt_rtx"
+
+    def hardware(self) -> None:
+        """NVIDIA's driver and a device."""
+        nvidia.devices()
 
     def repair(self, said: str) -> str:
         """Tells a missing driver from a missing library."""

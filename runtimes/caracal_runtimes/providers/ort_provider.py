@@ -44,6 +44,7 @@ class OrtProvider(Provider):
         platforms: values of `sys.platform` it exists for; empty for all.
         fixed_shapes: it takes graphs without symbolic axes only, so that there is a session for each set of shapes.
         shares: whether weights can be handed to it where they are mapped.
+        own_environment: why its package cannot be installed beside others; empty where it can.
     """
 
     ort_name: ClassVar[str]
@@ -51,6 +52,7 @@ class OrtProvider(Provider):
     platforms: ClassVar[tuple[str, ...]] = ()
     fixed_shapes: ClassVar[bool] = False
     shares: ClassVar[bool] = False
+    own_environment: ClassVar[str] = ""
 
     def detect(self) -> Detection:
         """Looks at what is installed and which devices are there."""
@@ -75,9 +77,17 @@ class OrtProvider(Provider):
             return self._detect_plugin(ort, versions)
         if self.ort_name not in ort.get_available_providers():
             build = builds[0] if builds else "onnxruntime"
+            remedy = self.install()
+            if self.extra and (self.own_environment or not self.plugin):
+                remedy += f" (in an environment of its own: {self.own_environment or f'it replaces {build}'})"
+            try:
+                self.hardware()
+            except NotRunError as error:
+                return Detection("impossible", versions, (), str(error), f"where there is one: {remedy}")
+            if self.plugin:
+                return Detection("missing", versions, (), f"{self.packages[0]} is not installed", remedy)
             has = ", ".join(ort.get_available_providers())
-            own = "" if self.plugin or not self.extra else f" (in an environment of its own: it replaces {build})"
-            return Detection("missing", versions, (), f"{build} {ort.__version__} has {has}", f"{self.install()}{own}")
+            return Detection("missing", versions, (), f"{build} {ort.__version__} has {has}", remedy)
         try:
             self._check_libraries(ort)
             return Detection("ready", versions, tuple(self._builtin_devices(ort)))
@@ -126,6 +136,9 @@ class OrtProvider(Provider):
     def fast_options(self, settings: Settings) -> dict[str, str]:
         """Options of the provider's own defaults, with the device."""
         return {}
+
+    def hardware(self) -> None:
+        """Looks for what no package brings: a driver, a device. Raises NotRunError naming what is not there."""
 
     def prepare(self, options: Any) -> None:
         """Session options beyond the provider's own."""

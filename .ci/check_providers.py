@@ -1,0 +1,84 @@
+"""Runs the demo bundles on every provider that a machine without accelerators can run, and holds them to what must hold.
+
+Arguments: the matmul bundle, the dft bundle, a folder for reports, and the ICD file of the software Vulkan for WebGPU.
+Exit code 1 with the reason when something does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# Every golden; and few of them where each new shape takes seconds to compile, or each run is a process.
+WHOLE = ("cpu", "openvino", "openvino-native", "webgpu", "reference", "tract", "mnn", "iree:llvm-cpu")
+QUICK = ("iree:vulkan", "qnn")
+LIMIT = 1e-5
+SECONDS = 12 * 60
+SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
+
+
+def caracal(*args: str, codes: tuple[int, ...] = (0,), **variables: str) -> str:
+    """Standard output of a command that must end with one of `codes`."""
+    done = subprocess.run(
+        ["caracal", *args], capture_output=True, text=True, timeout=1500, env={**os.environ, **variables}
+    )
+    if done.returncode not in codes:
+        raise SystemExit(f"caracal {' '.join(args)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def rows(file: Path) -> dict[str, Any]:
+    """A report's rows by provider."""
+    return {row["ep"]: row for row in json.loads(file.read_text())["providers"]}
+
+
+def check_right(found: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Every provider passed, with the greedy text of the reference and no computing node elsewhere."""
+    for name in names:
+        row = found[name]
+        worst = max(case["metrics"]["relative_l2"] for case in row["cases"])
+        limit = row["tolerance"]["relative_l2"] if row["level"] == "half" else LIMIT
+        tokens = [(greedy["agreeing"], greedy["new_tokens"]) for greedy in row["greedy"]]
+        elsewhere = sum(len(part["elsewhere"]) for part in (row["placement"] or {}).values())
+        print(f"{row['verdict']}  {name}  worst relative L2 {worst:.1e}  limit {limit:.0e}  greedy {tokens}  {row['seconds']:.0f} s")
+        if row["verdict"] != "PASSED" or not worst <= limit or elsewhere:
+            raise SystemExit(f"providers: {name}: {row['verdict']}, {worst:.1e}, {elsewhere} nodes elsewhere, {row['reason']}")
+        if row["level"] != "half" and any(agreeing != wanted for agreeing, wanted in tokens):
+            raise SystemExit(f"providers: {name} writes another text: {tokens}")
+
+
+def main() -> None:
+    matmul, dft, folder, icd = sys.argv[1:5]
+    began, out = time.monotonic(), Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    vulkan = {"VK_ICD_FILENAMES": icd, SOFTWARE: "1"}
+    print(caracal("providers", **vulkan))
+    whole, quick, wrong = (str(out / f"{name}.json") for name in ("whole", "quick", "dft"))
+    caracal("parity", matmul, "--ep", ",".join(WHOLE), "--json", whole, **vulkan)
+    check_right(rows(Path(whole)), WHOLE)
+    # The system's own Vulkan: the newer one takes minutes to compile IREE's shaders.
+    caracal("parity", matmul, "--ep", ",".join(QUICK), "--quick", "--json", quick)
+    check_right(rows(Path(quick)), QUICK)
+    print(caracal("parity", "merge", whole, quick, "--report", str(out / "report")).splitlines()[-1])
+    # No list says who cannot run the DFT: the matrix has to find out, and bisect to name the node.
+    caracal("parity", dft, "--ep", "cpu,mnn,qnn", "--quick", "--json", wrong, codes=(1,))
+    found = rows(Path(wrong))
+    if found["cpu"]["verdict"] != "PASSED" or any(found[name]["verdict"] == "PASSED" for name in ("mnn", "qnn")):
+        raise SystemExit(f"providers: the DFT: {[(name, row['verdict'], row['reason']) for name, row in found.items()]}")
+    line = caracal("bisect", dft, "--ep", "mnn", codes=(1,)).splitlines()[-1]
+    if "(DFT)" not in line:
+        raise SystemExit(f"providers: bisect does not name the DFT: {line}")
+    print(line)
+    seconds = time.monotonic() - began
+    print(f"{'PASSED' if seconds < SECONDS else 'FAILED'}  providers  {seconds:.0f} s  limit {SECONDS} s")
+    if seconds >= SECONDS:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
