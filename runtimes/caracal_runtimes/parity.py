@@ -6,6 +6,7 @@ comparison is NOT RUN as a whole, whatever else went well.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -134,9 +135,11 @@ def run_provider(
     began = time.perf_counter()
     try:
         provider, device = parse(ep)
-        row = replace(
-            row, settings=provider.applied(replace(settings, device=device)), versions=provider.detect().versions
-        )
+        asked = replace(settings, device=device)
+        shown = {**provider.applied(asked), **provider.variables(asked)}
+        # Some libraries read their variables once, when they are loaded, which looking for them does.
+        os.environ.update(provider.variables(asked))
+        row = replace(row, settings=shown, versions=provider.detect().versions)
         # Where nodes ran is a result of its own here, beside the numbers, and not what keeps them from being made.
         model = bundle.model(
             ep, threads=settings.threads, ep_options=settings.options, fast=settings.fast, allow_fallback=True

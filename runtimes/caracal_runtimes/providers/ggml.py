@@ -28,6 +28,10 @@ class Ggml(OrtProvider):
         """Whichever device it finds."""
         return {"device": "auto", "threads": str(settings.threads or default_threads())}
 
+    def variables(self, settings: Settings) -> dict[str, str]:
+        """Weights stay float32: by itself it stores them in half precision (errors of 1e-3), and has no option for it."""
+        return {"ORT_GGML_WEIGHTS": "auto" if settings.fast else "f32"}
+
     def _library(self, module: ModuleType) -> str:
         return str(module.library_path())
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import os
 import sys
 import weakref
 from collections.abc import Mapping
@@ -98,6 +99,7 @@ class OrtProvider(Provider):
         """Loads a graph. See `Provider.open`."""
         check_threads(settings.threads)
         self.check(settings)
+        os.environ.update(self.variables(settings))  # before its library is loaded, which may read them once
         found = self.detect()
         ep = f"{self.name}:{settings.device}" if settings.device else self.name
         if found.state != "ready":

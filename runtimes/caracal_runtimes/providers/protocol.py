@@ -88,6 +88,10 @@ class Provider(ABC):
     def applied(self, settings: Settings) -> dict[str, str]:
         """The options that a session with these settings gets, for reports: what "exact" or "fast" means here."""
 
+    def variables(self, settings: Settings) -> dict[str, str]:
+        """Environment variables that a session with these settings needs, where a runtime has no option for it."""
+        return {}
+
     @abstractmethod
     def open(self, graph: Path, spec: GraphSpec, settings: Settings) -> Session:
         """Loads a graph; its external weights lie beside it.

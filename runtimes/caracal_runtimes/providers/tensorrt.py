@@ -17,8 +17,12 @@ class TensorRt(Cuda):
     ort_name = "TensorrtExecutionProvider"
 
     def exact_options(self, settings: Settings) -> dict[str, str]:
-        """Half precision off. TF32 has no option: the environment variable NVIDIA_TF32_OVERRIDE=0 turns it off."""
+        """Half precision and integers off."""
         return {**self.fast_options(settings), "trt_fp16_enable": "0", "trt_bf16_enable": "0", "trt_int8_enable": "0"}
+
+    def variables(self, settings: Settings) -> dict[str, str]:
+        """TF32 has no option."""
+        return {} if settings.fast else {"NVIDIA_TF32_OVERRIDE": "0"}
 
     def repair(self, said: str) -> str:
         """Names the packages."""
