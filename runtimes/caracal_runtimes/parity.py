@@ -42,8 +42,8 @@ from caracal_runtimes.tolerances import Tolerance
 
 _EVERYWHERE, _BY_STEPS, _BY_CHUNKS = "_everywhere", "_by_steps", "_by_chunks"
 _REPEATS = 3  # of the pass that is timed
-#: Cases that `quick` keeps: short and ragged passes, and one read by steps.
-_QUICK = ("one", "odd", "ragged", "ragged_everywhere")
+#: Cases that `quick` keeps: short and ragged passes, read whole, and by steps where that is short.
+_QUICK = ("one", "odd", "ragged")
 
 Progress = Callable[[str, int, int], None]
 #: Called with a part of a report as soon as it is there.
