@@ -16,6 +16,10 @@ MUST_HAVE = (
     "caracal_export/checkpoints/kjv/tokenizer.json",
     "caracal_export/checkpoints/kjv/README.md",
     "caracal_runtimes/bundle.py",
+    "caracal_runtimes/kernels.json",
+    "caracal_runtimes/probe_bundle/manifest.json",
+    "caracal_runtimes/report_page/style.css",
+    "caracal_export/passage.txt",
     "caracal_runtimes/py.typed",
 )
 PACKAGES = ("caracal/", "caracal_export/", "caracal_runtimes/")
@@ -33,10 +37,23 @@ def main() -> None:
     problems += [f"unexpected: {n}" for n in names if n.endswith((".pyc", ".tmp")) or "/tests/" in n]
     if not any(n.endswith("licenses/LICENSE") for n in names):
         problems.append("missing: the licence")
-    for command in ("demo", "export", "info", "generate", "score", "parity", "bench"):
+    for command in ("demo", "export", "info", "providers", "generate", "score", "parity", "bisect", "bench"):
         if f"{command} = " not in entry_points:
             problems.append(f"missing entry point: {command}")
-    for extra in ("cpu", "export", "dev"):
+    for extra in (
+        "cpu",
+        "cuda",
+        "directml",
+        "openvino",
+        "webgpu",
+        "qnn",
+        "tract",
+        "iree",
+        "mnn",
+        "bisect",
+        "export",
+        "dev",
+    ):
         if f"Provides-Extra: {extra}" not in metadata:
             problems.append(f"missing extra: {extra}")
     if wheel.stat().st_size > MAX_BYTES:

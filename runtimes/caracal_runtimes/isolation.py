@@ -6,6 +6,7 @@ The child appends what it has to say to a file, line by line, so that everything
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -24,6 +25,7 @@ from caracal_runtimes.machine import available_bytes, resident_bytes
 
 _POLL = 0.02  # seconds; memory can grow by some hundred megabytes in between
 _GRACE = 2.0  # seconds between asking a process to end and making it
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _SPARE = 0.9  # share of the free memory that a process may take where no limit is given
 
 Event = dict[str, Any]
@@ -175,10 +177,18 @@ def _signal(process: subprocess.Popen[bytes], how: str) -> None:
             process.kill()
 
 
+def _tie_to_parent() -> None:
+    """Ends this process with the one that started it, however that one ends, where the system can (Linux)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _child(target: str, events: str) -> int:
     """The new interpreter's side."""
     from caracal_runtimes.errors import RuntimeToolError
 
+    _tie_to_parent()
     with contextlib.suppress(OSError):  # when memory is short the kernel should end us, not who started us
         Path("/proc/self/oom_score_adj").write_text("1000")
     module, _, function = target.partition(":")

@@ -22,7 +22,9 @@ def test_documented_tolerances_are_the_table() -> None:
     text = (ROOT / "docs/tolerances.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\w+) \| (float\w+) \| (.*) \|$", text, flags=re.MULTILINE)
     documented = {(level, precision): tuple(map(float, row.split(" | "))) for level, precision, row in rows}
-    assert documented == {key: (t.relative_l2, t.atol, t.rtol, t.kl, t.near_tie) for key, t in TOLERANCES.items()}
+    assert documented == {
+        key: (t.relative_l2, t.atol, t.rtol, t.kl, t.near_tie, t.bits_per_byte) for key, t in TOLERANCES.items()
+    }
 
 
 def test_shipped_checkpoint_is_small_and_complete() -> None:
@@ -42,7 +44,7 @@ def test_shipped_checkpoint_states_what_it_is() -> None:
     assert json.loads((CHECKPOINT / "config.json").read_text(encoding="utf-8"))["model_type"] == "caracal"
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt", "requirements-providers.txt"])
 def test_requirements_pin_exactly(name: str) -> None:
     lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
     for line in filter(None, lines):

@@ -127,6 +127,29 @@ def test_what_it_started_ends_with_it() -> None:
     pytest.fail(f"process {child} is still there")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a system that has this")
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    here = str(Path(__file__).parent)
+    code = (
+        "import sys\nfrom caracal_runtimes.isolation import run_isolated\n"
+        "run_isolated('test_isolation:worker', {'do': 'sleep'}, lambda e: print(e['pid'], flush=True))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": here}
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except OSError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {child} is still there")
+
+
 def test_what_libraries_print_is_kept_apart(capfd: pytest.CaptureFixture[str]) -> None:
     events: list[Any] = []
     ended = run("print", events)

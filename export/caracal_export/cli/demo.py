@@ -1,6 +1,7 @@
 """Run the main job on the trained checkpoint that ships with the package.
 
-Exports it with both lowerings of the mixing, proves both against PyTorch, writes a passage, and times reading and writing.
+Exports it with both lowerings of the mixing, proves both against PyTorch, writes a passage, times reading and writing, and
+compares every provider that this machine has.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def run(args: argparse.Namespace) -> int:
     require_export_packages()
     from caracal_runtimes.bench import run_bench
     from caracal_runtimes.bundle import Bundle
-    from caracal_runtimes.report import bench_lines, parity_table, verdict_lines
+    from caracal_runtimes.parity_matrix import ALL, run_matrix
+    from caracal_runtimes.providers import Settings
+    from caracal_runtimes.report import bench_lines, overall_line, parity_table, summary_lines, verdict_lines
     from caracal_runtimes.sampling import SamplingOptions
 
     from caracal_export import demo
@@ -66,9 +69,15 @@ def run(args: argparse.Namespace) -> int:
         bench = run_bench(Bundle.open(exported["matmul"].path), demo.BENCH, threads=args.threads, progress=progress)
     print("\n== writing after contexts of growing length, matmul\n")
     print("\n".join(bench_lines(bench)))
+    with ProgressLine() as progress:
+        matrix = run_matrix(
+            Bundle.open(exported["matmul"].path), [ALL], Settings(threads=args.threads), quick=True, progress=progress
+        )
+    print("\n== every provider of this machine, few goldens each, greedy text included\n")
+    print("\n".join(summary_lines(matrix)))
     print()
-    print("\n".join(verdicts))
-    return 0
+    print("\n".join([*verdicts, overall_line(matrix)]))
+    return matrix.exit_code
 
 
 def _show(text: str) -> None:
