@@ -4,8 +4,8 @@ Linear weights are kept as [in, out], so that a MatMul reads them as they lie in
 `LAYOUTS` states each change of layout together with its inverse, which is what makes a bundle's weights comparable,
 value by value, with the checkpoint they came from.
 
-Three wirings of the same weights: `ForwardGraph` reads whole sequences, `ExtendGraph` a chunk that continues them,
-`StepGraph` one token. What passes between them is the decode state (docs/decoding.md); `ConvolveGraph` has no weights
+Four wirings of the same weights: `ForwardGraph` reads whole sequences, `ExtendGraph` a chunk that continues them,
+`StepGraph` one token, and so does `ResidentStepGraph`, which also does the step's bookkeeping. What passes between them is the decode state (docs/decoding.md); `ConvolveGraph` has no weights
 and brings the mixing of tokens that lie far apart up to date.
 
 Symbols: B batch, L length, P positions, V vocabulary, D width, H heads, Dh = D / H, K taps, W window, M lags.
@@ -14,7 +14,7 @@ Symbols: B batch, L length, P positions, V vocabulary, D width, H heads, Dh = D 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -105,10 +105,16 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the layers of a step over [B] tokens share: the attention's mask [B, W], and `past` as above."""
+    """What the layers of a step over [B] tokens share: the attention's mask [B, W], and `past` as above.
+
+    With `keep_g` [B, 1] the layers return their state as the next step takes it, and put each token's v and g, [B, D],
+    into `streams`; without it they return what is new, and the caller stores it.
+    """
 
     mask: Tensor
     past: Iterator[Tensor]
+    keep_g: Tensor | None = None
+    streams: list[Tensor] = field(default_factory=list)
 
 
 class _MultiHeadFourier(nn.Module):
@@ -127,7 +133,7 @@ class _MultiHeadFourier(nn.Module):
     def forward(self, x: Tensor, shared: _Sequence | _Step) -> tuple[Tensor, list[Tensor]]:
         """[B, L, D], of a step [B, D] -> the branch's output and the state after it."""
         x = self.input_norm(x)
-        return self._step(x, shared.past) if isinstance(shared, _Step) else self._sequence(x, shared)
+        return self._step(x, shared) if isinstance(shared, _Step) else self._sequence(x, shared)
 
     def _sequence(self, x: Tensor, sequence: _Sequence) -> tuple[Tensor, list[Tensor]]:
         past = sequence.past
@@ -150,14 +156,19 @@ class _MultiHeadFourier(nn.Module):
             state.append(_tail(padded, sequence.lengths, self.taps - 1))
         return self.out_proj(y), state
 
-    def _step(self, x: Tensor, past: Iterator[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _step(self, x: Tensor, step: _Step) -> tuple[Tensor, list[Tensor]]:
+        past = step.past
         pending, first_v, first_g = next(past), next(past), next(past)
         recent_v, recent_g, lag_v, lag_g = next(past), next(past), next(past), next(past)
         padded = torch.cat((next(past), x.unsqueeze(1)), dim=1) if self.taps > 1 else x.unsqueeze(1)  # (B, K, D)
         v, g = self._streams((padded * self.pre_conv.weight).sum(1))
-        recent = (recent_v * lag_g + recent_g * lag_v).sum(0)  # over the M slots
+        recent = (recent_v * lag_g + recent_g * lag_v).sum(0)  # over the slots
         y = pending + recent + v * first_g + g * first_v
-        state = [v, g]
+        if step.keep_g is None:
+            state = [v, g]
+        else:
+            step.streams.extend((v, g))
+            state = [operators.push(recent_v, v, 0), operators.push(recent_g, g * step.keep_g, 0)]
         if self.taps > 1:
             state.append(padded.narrow(1, 1, self.taps - 1))
         return self.out_proj(y), state
@@ -183,7 +194,11 @@ class _SlidingWindowAttention(nn.Module):
         n, past = self.norm(x), shared.past
         q, k, v = self.q_proj(n), self.k_proj(n), self.v_proj(n)
         if isinstance(shared, _Step):
-            return self.out_proj(operators.ring_attention(q, k, v, next(past), next(past), shared.mask)), [k, v]
+            keys, values = next(past), next(past)
+            y = operators.ring_attention(q, k, v, keys, values, shared.mask)
+            if shared.keep_g is not None:
+                k, v = operators.push(keys, k, 3), operators.push(values, v, 2)
+            return self.out_proj(y), [k, v]
         if shared.starts is None:
             y = operators.sliding_window_attention(q, k, v, self.heads, self.window)
             k, v = operators.zeros_before(k, self.window), operators.zeros_before(v, self.window)
@@ -302,6 +317,25 @@ class StepGraph(_Weights):
         return (self._logits(x), *state)
 
 
+class ResidentStepGraph(_Weights):
+    """As `StepGraph`, with the state given back as the next step takes it: nothing of it need pass through the host.
+
+    Rows are pushed along, oldest first, instead of being overwritten in a ring: where outputs may not lie where inputs do,
+    all of a ring would have to be written as well, and a row's age would not be its place. `keep_g` [B, 1] is 0 for a row
+    whose token is among the first M and else 1.
+
+    Also returns `streams` [B, 2N * D], v and g of one MHF layer after the other; not without such a layer.
+    """
+
+    def forward(
+        self, input_ids: Tensor, window_mask: Tensor, keep_g: Tensor, past: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """See the class."""
+        step = _Step(window_mask, iter(past), keep_g)
+        x, state = self._layers(input_ids, step)
+        return (self._logits(x), *([operators.side_by_side(step.streams)] if step.streams else []), *state)
+
+
 class ConvolveGraph(nn.Module):
     """The mixing of a block of U tokens with K lags: v_block * g_lags + g_block * v_lags, [R, U + K, D] (float32).
 
@@ -321,11 +355,12 @@ class ConvolveGraph(nn.Module):
 
 
 def state_names(config: CaracalConfig, graph: str) -> list[str]:
-    """Names, within a layer's state, of what `extend` or `step` take, or what `forward`, `extend` or `step` give.
+    """Names, within a layer's state, of what `extend` or a step takes, or what `forward`, `extend` or a step gives.
 
     Args:
         config: the model's.
-        graph: `forward` (also what `extend` gives), `extend` (takes), `step` (takes) or `step gives`.
+        graph: `forward` (also what `extend` gives), `extend` (takes), `step` (both steps take), `step gives` or
+            `step_resident gives`.
 
     Returns:
         `<layer>.<tensor>` in the order in which the graph has them.
@@ -339,6 +374,7 @@ def state_names(config: CaracalConfig, graph: str) -> list[str]:
             ["keys", "values"],
         ),
         "step gives": (["v", "g", *conv], ["key", "value"]),
+        "step_resident gives": (["recent_v", "recent_g", *conv], ["keys", "values"]),
     }[graph]
     return [
         f"{layer}.{tensor}" for layer, kind in enumerate(config.layer_types) for tensor in (mhf if kind == MHF else swa)

@@ -420,6 +420,34 @@ def ring_attention(q: Value, k: Value, v: Value, keys: Value, values: Value, mas
     return op.Reshape(y, _ints(0, heads * head_dim))
 
 
+def push(rows: Value, new: Value, axis: int) -> Value:
+    """Rows along an axis, oldest first, after the oldest has made room for a new one.
+
+    Args:
+        rows: [M, B, D] with axis 0, or [B, ...] with another one, which is not symbolic.
+        new: [B, D], of which the axes behind the batch are made.
+        axis: of the rows.
+
+    Returns:
+        As `rows`.
+    """
+    count = int(rows.shape[axis])
+    if axis == 0:
+        last = op.Unsqueeze(new, _ints(0))
+    else:
+        sizes = [1 if at == axis else int(rows.shape[at]) for at in range(1, len(rows.shape))]
+        last = op.Reshape(new, _ints(0, *sizes))
+    # Of a single row nothing is kept. It goes through a Concat as well: an output needs a node of its own, and `last` alone
+    # would be merged with an equal node of the attention's.
+    rest = [op.Slice(rows, _ints(1), _ints(count), _ints(axis))] if count > 1 else []
+    return op.Concat(*rest, last, axis=axis)
+
+
+def side_by_side(parts: Sequence[Value]) -> Value:
+    """Several [B, D] as one: [B, their number times D]."""
+    return op.Concat(*parts, axis=1)
+
+
 def valid_positions(input_ids: Value, lengths: Value) -> Value:
     """1.0 at positions below a row's length, 0.0 in its padding: [B, L] and [B] -> [B, L, 1]."""
     left = op.Sub(_column(op.Cast(lengths, to=_INT32)), _iota(_dim(input_ids, 1)))  # (B, L): tokens from here on
@@ -468,6 +496,8 @@ def translation_table(mixing: str) -> dict[Callable[..., Any], Callable[..., Any
         ops.sliding_window_attention.default: sliding_window_attention,
         ops.chunk_attention.default: chunk_attention,
         ops.ring_attention.default: ring_attention,
+        ops.push.default: push,
+        ops.side_by_side.default: side_by_side,
         ops.valid_positions.default: valid_positions,
         ops.gather_positions.default: gather_positions,
         ops.tied_head.default: tied_head,

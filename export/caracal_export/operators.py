@@ -9,6 +9,8 @@ Symbols: B batch, L length, D channels, H heads, Dh = D / H, K taps, P positions
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -155,6 +157,29 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
 @ring_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return torch.empty_like(q)
+
+
+@torch.library.custom_op("caracal::push", mutates_args=())
+def push(rows: Tensor, new: Tensor, axis: int) -> Tensor:
+    """Rows along an axis, oldest first, after the oldest has made room for the new one: [B, D], in their layout."""
+    rest = rows.narrow(axis, 1, rows.shape[axis] - 1)
+    return torch.cat((rest, new.reshape(rows.narrow(axis, 0, 1).shape)), axis)
+
+
+@push.register_fake
+def _(rows: Tensor, new: Tensor, axis: int) -> Tensor:
+    return torch.empty_like(rows)
+
+
+@torch.library.custom_op("caracal::side_by_side", mutates_args=())
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Several [B, D] as one: [B, their number times D]."""
+    return torch.cat(list(parts), 1)
+
+
+@side_by_side.register_fake
+def _(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].new_empty(parts[0].shape[0], sum(part.shape[1] for part in parts))
 
 
 @torch.library.custom_op("caracal::valid_positions", mutates_args=())

@@ -15,8 +15,16 @@ import torch
 from caracal_runtimes.errors import InputError
 
 from caracal import CaracalConfig, CaracalModel
+from caracal.config import MHF
 from caracal_export import passes
-from caracal_export.graph_model import ConvolveGraph, ExtendGraph, ForwardGraph, StepGraph, state_names
+from caracal_export.graph_model import (
+    ConvolveGraph,
+    ExtendGraph,
+    ForwardGraph,
+    ResidentStepGraph,
+    StepGraph,
+    state_names,
+)
 from caracal_export.lowerings import translation_table
 
 TRACED_OPSET = 18
@@ -118,18 +126,33 @@ def _extend(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs, l
 
 def _step(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs, list[str]]:
     config = model.config
+    inputs = [*_stepping(config), _past(config, "step", _stepped(config, lags))]
+    outputs = ["logits", *(f"present.{name}" for name in state_names(config, "step gives"))]
+    return StepGraph.from_reference(model, config), inputs, outputs
+
+
+def _step_resident(model: CaracalModel, lags: int) -> tuple[torch.nn.Module, _Inputs, list[str]]:
+    config = model.config
+    # A token that is M old is no longer needed; in `step` its slot is the one to be written.
+    shapes = _stepped(config, lags - 1)
+    inputs = [*_stepping(config), _Input("keep_g", ("batch", 1)), _past(config, "step", shapes)]
+    streams = ["streams"] if MHF in config.layer_types else []
+    outputs = ["logits", *streams, *(f"present.{name}" for name in state_names(config, "step_resident gives"))]
+    return ResidentStepGraph.from_reference(model, config), inputs, outputs
+
+
+def _stepping(config: CaracalConfig) -> _Inputs:
+    return [_Input("input_ids", ("batch",), torch.int64), _Input("window_mask", ("batch", config.sliding_window))]
+
+
+def _stepped(config: CaracalConfig, slots: int) -> dict[str, tuple[int | str, ...]]:
+    """Shapes of the state that a step takes, with this many recent tokens."""
     width, heads, window = config.hidden_size, config.num_attention_heads, config.sliding_window
     shapes = _carried(config)
     shapes |= dict.fromkeys(("pending", "first_v", "first_g"), ("batch", width))
-    shapes |= dict.fromkeys(("recent_v", "recent_g", "lag_v", "lag_g"), (lags, "batch", width))
-    shapes |= {"keys": ("batch", heads, config.head_dim, window), "values": ("batch", heads, window, config.head_dim)}
-    inputs: _Inputs = [
-        _Input("input_ids", ("batch",), torch.int64),
-        _Input("window_mask", ("batch", window)),
-        _past(config, "step", shapes),
-    ]
-    outputs = ["logits", *(f"present.{name}" for name in state_names(config, "step gives"))]
-    return StepGraph.from_reference(model, config), inputs, outputs
+    shapes |= dict.fromkeys(("recent_v", "recent_g", "lag_v", "lag_g"), (slots, "batch", width))
+    keys, values = ("batch", heads, config.head_dim, window), ("batch", heads, window, config.head_dim)
+    return {**shapes, "keys": keys, "values": values}
 
 
 def _convolve(model: CaracalModel, lags: int, *, long: bool = False) -> tuple[torch.nn.Module, _Inputs, list[str]]:
@@ -157,6 +180,7 @@ _TRACED: dict[str, Callable[[CaracalModel, int], tuple[torch.nn.Module, _Inputs,
     "forward": _forward,
     "extend": _extend,
     "step": _step,
+    "step_resident": _step_resident,
     "convolve": _convolve,
     "convolve_long": partial(_convolve, long=True),
 }

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
+from caracal_runtimes import replay
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.manifest import WEIGHTLESS
 from caracal_runtimes.parity import Progress, run_parity
 from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.report import verdict_line
+from caracal_runtimes.tolerances import tolerance_for
 
 from caracal import CaracalModel
 from caracal_export import weights
@@ -64,7 +66,30 @@ def verify(model: CaracalModel, bundle: Path, *, threads: int, progress: Progres
         )
     if found.verdict == "NOT RUN":
         raise NotRunError(f"export: the bundle could not be verified, nothing was written (--no-verify skips): {line}")
+    progress("verifying: the step of a state on a device", 0, 1)
+    _check_resident_step(opened, threads)
     return found
+
+
+def _check_resident_step(bundle: Bundle, threads: int) -> None:
+    """Compares the two kinds of step, of which parity has compared only the one that the CPU runs.
+
+    Raises:
+        VerificationError: they differ.
+    """
+    case = max(bundle.manifest.golden.cases, key=lambda case: case.batch)  # rows that stop one after the other
+    ids, lengths = (np.asarray(bundle.golden().tensor(f"{case.name}/{name}")) for name in ("input_ids", "lengths"))
+    rows = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
+    want, got = (
+        replay.by_steps(bundle.model(threads=threads, resident=resident).graphs, rows) for resident in (False, True)
+    )
+    a, b = (np.stack([logits[key] for key in want]).astype(np.float64) for logits in (got, want))
+    error, limit = float(np.linalg.norm(a - b) / np.linalg.norm(b)), tolerance_for("strict", "float32").relative_l2
+    if not error <= limit:
+        raise VerificationError(
+            f"export: step_resident does not compute what step does, nothing was written: relative L2 {error:.1e} on "
+            f"{case.name}, at most {limit:.0e} is right"
+        )
 
 
 @torch.no_grad()

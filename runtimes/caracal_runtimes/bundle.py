@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,6 +125,7 @@ class Bundle:
         ep_options: Mapping[str, str] | None = None,
         fast: bool = False,
         allow_fallback: bool = False,
+        resident: bool | None = None,
     ) -> CausalLM:
         """A model that runs this bundle.
 
@@ -134,6 +135,8 @@ class Bundle:
             ep_options: options for the provider.
             fast: the provider's own defaults instead of its exact settings.
             allow_fallback: accept that other providers run computing nodes.
+            resident: keep the decode state in the memory in which the provider computes; None: where that is not the
+                host's. True needs a provider that can.
 
         Raises:
             InputError: no such provider, device or option.
@@ -152,17 +155,20 @@ class Bundle:
             self._check_external_data(graph.file)
         weights = self.file(self.manifest.weights)
 
+        asked = Settings(device, threads, fast, ep_options or {}, None, allow_fallback)
+
         def open_session(graph: str, *, packed: bool = False) -> Session:
             # The convolution has no weights to share.
             shared = None if packed or graph in WEIGHTLESS else weights
-            settings = Settings(device, threads, fast, ep_options or {}, shared, allow_fallback)
-            session = provider.open(self.file(graphs[graph].file), graphs[graph], settings)
+            session = provider.open(self.file(graphs[graph].file), graphs[graph], replace(asked, weights=shared))
             check_session(graphs[graph], session.inputs())
             return session
 
+        if resident is None:
+            resident = provider.state_memory(asked) is not None
         spec = self.manifest.model
         return CausalLM(
-            DecodeGraphs(spec, graphs, open_session),
+            DecodeGraphs(spec, graphs, open_session, resident=resident),
             mixing=graphs["forward"].mixing,
             bundle_id=self.id(),
             load_tokenizer=self.tokenizer,

@@ -12,7 +12,10 @@ _BLOCK = re.compile(r"convolve_block_([0-9]{1,9})")
 
 
 def graphs_of(case: str) -> tuple[str, ...]:
-    """The graphs that a case runs, the one it is about first; `(GENERATION,)` for a whole continuation."""
+    """The graphs that a case runs, the one it is about first; `(GENERATION,)` for a whole continuation.
+
+    `step` stands for `step_resident` as well, which takes its place where a provider keeps the state on its device.
+    """
     if case.startswith("greedy_"):
         return (GENERATION,)
     if case.endswith("_by_steps"):

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caracal_runtimes.graph_interface import check_manifest, lags_of
-from caracal_runtimes.manifest import MHF, SWA, GraphSpec, ModelSpec
-from caracal_runtimes.session import Session
+from caracal_runtimes.manifest import GRAPHS, MHF, SWA, GraphSpec, ModelSpec
+from caracal_runtimes.session import DeviceSession, Session
 
 #: Tokens of a block from which on `convolve_long` is the faster of the two.
 LONG_BLOCK = 2048
@@ -68,13 +68,16 @@ class DecodeGraphs:
         spec: the model's sizes.
         graphs: the manifest's graphs.
         open_session: loads one of them; called when it is first needed.
+        resident: the sessions can keep the decode state in the memory in which they compute, which is not the host's.
 
     Raises:
         BundleError: the graphs' inputs are not those of a model of these sizes.
     """
 
-    def __init__(self, spec: ModelSpec, graphs: Mapping[str, GraphSpec], open_session: OpenSession) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: ModelSpec, graphs: Mapping[str, GraphSpec], open_session: OpenSession, *, resident: bool = False
+    ) -> None:
+        self.spec, self.resident = spec, resident
         self.mhf, self.swa = spec.layers(MHF), spec.layers(SWA)
         check_manifest(spec, graphs)
         self.lags = lags_of(spec, graphs["step"])
@@ -88,6 +91,18 @@ class DecodeGraphs:
         if key not in self._sessions:
             self._sessions[key] = self._open(graph, packed=packed)
         return self._sessions[key]
+
+    def device_session(self, graph: str) -> DeviceSession:
+        """The same, of sessions that can keep arrays."""
+        session = self.session(graph)
+        assert isinstance(session, DeviceSession)
+        return session
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The graphs that run: one of the two kinds of step does not."""
+        idle = "step" if self.resident else "step_resident"
+        return tuple(graph for graph in GRAPHS if graph != idle)
 
     @cached_property
     def parameters(self) -> int:

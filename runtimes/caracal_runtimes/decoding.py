@@ -18,6 +18,8 @@ from caracal_runtimes.decode_graphs import DecodeGraphs
 from caracal_runtimes.decode_state import Row
 from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.forward import ForwardPass
+from caracal_runtimes.growing_rows import GrowingRows
+from caracal_runtimes.resident_batch import ResidentBatch
 from caracal_runtimes.step_batch import StepBatch
 
 
@@ -67,7 +69,7 @@ class Stateful:
     def __init__(self, graphs: DecodeGraphs, chunk: int = decode_state.CHUNK) -> None:
         self._graphs, self._chunk = graphs, chunk
         self._rows: list[Row] = []
-        self._batch: StepBatch | None = None
+        self._batch: GrowingRows | None = None
         self._members: list[int] = []  # rows of the batch
         self._whole = True
 
@@ -87,7 +89,8 @@ class Stateful:
             if self._batch is None or self._members != list(rows):
                 self._rest()
                 self._members = list(rows)
-                self._batch = StepBatch(self._graphs, [self._rows[row] for row in rows])
+                kind = ResidentBatch if self._graphs.resident else StepBatch
+                self._batch = kind(self._graphs, [self._rows[row] for row in rows])
             return self._batch.step(tokens)
 
     def extend(self, row: int, tokens: Sequence[int]) -> NDArray[np.float32]:

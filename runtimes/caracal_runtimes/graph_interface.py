@@ -39,19 +39,22 @@ def expected_inputs(spec: ModelSpec, lags: int) -> dict[str, dict[str, Shape]]:
     }
     extend: dict[str, Shape] = {**reading, "starts": ("batch",)}
     step: dict[str, Shape] = {"input_ids": ("batch",), "window_mask": ("batch", window)}
+    resident: dict[str, Shape] = {"keep_g": ("batch", 1)}  # and what `step` takes
     for layer, kind in enumerate(spec.layer_types):
         past = f"past.{layer}."
         if kind == MHF:
             extend |= {f"{past}{name}": ("batch", "length", width) for name in ("pending", "lag_v", "lag_g")}
             step |= {f"{past}{name}": ("batch", width) for name in ("pending", "first_v", "first_g")}
-            step |= {f"{past}{name}": (lags, "batch", width) for name in ("recent_v", "recent_g", "lag_v", "lag_g")}
+            recent = ("recent_v", "recent_g", "lag_v", "lag_g")
+            step |= {f"{past}{name}": (lags, "batch", width) for name in recent}
+            resident |= {f"{past}{name}": (lags - 1, "batch", width) for name in recent}
             if spec.conv_kernel > 1:
                 extend[f"{past}conv"] = step[f"{past}conv"] = ("batch", spec.conv_kernel - 1, width)
         else:
             extend |= {f"{past}{name}": ("batch", window, width) for name in ("keys", "values")}
             step[f"{past}keys"] = ("batch", heads, width // heads, window)
             step[f"{past}values"] = ("batch", heads, window, width // heads)
-    return {"forward": reading, "extend": extend, "step": step}
+    return {"forward": reading, "extend": extend, "step": step, "step_resident": step | resident}
 
 
 def check_manifest(spec: ModelSpec, graphs: Mapping[str, GraphSpec]) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 from caracal_runtimes.errors import BundleError
 
 FORMAT = "caracal-bundle"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 #: Graphs that every bundle has; `docs/bundle-format.md` states what they take and give.
-GRAPHS = ("forward", "extend", "step", "convolve", "convolve_long")
+GRAPHS = ("forward", "extend", "step", "step_resident", "convolve", "convolve_long")
 #: Those of them that read no weights.
 WEIGHTLESS = ("convolve", "convolve_long")
 

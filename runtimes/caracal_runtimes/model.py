@@ -13,7 +13,6 @@ from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.forward import ForwardPass, token_ids
 from caracal_runtimes.generation import Generated, OnText, OnToken, Prompts
 from caracal_runtimes.generation_session import GenerationSession, Source, check_request
-from caracal_runtimes.manifest import GRAPHS
 from caracal_runtimes.sampling import SamplingOptions
 from caracal_runtimes.scoring import Score, score
 from caracal_runtimes.session import Placement
@@ -118,8 +117,8 @@ class CausalLM(ForwardPass):
         check_request(self._source(), max_new_tokens, options, stop, stop_ids)
 
     def placements(self) -> dict[str, Placement]:
-        """Which provider each node was assigned to, by graph; a graph is missing where the runtime does not tell."""
-        parts = {graph: self.graphs.session(graph).placement() for graph in GRAPHS}
+        """Which provider each node was assigned to, by graph that is used; one is missing where the runtime does not tell."""
+        parts = {graph: self.graphs.session(graph).placement() for graph in self.graphs.used}
         return {graph: part for graph, part in parts.items() if part is not None}
 
     def placement(self) -> Placement:

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +100,48 @@ class Session(Protocol):
 
     def placement(self) -> Placement | None:
         """Which provider each node was assigned to, as the runtime records it; None where it does not tell."""
+
+
+class DeviceArray(Protocol):
+    """A float32 array in the memory in which a provider computes, when that is not the host's.
+
+    Attributes:
+        device: the runtime's name of that memory.
+        nbytes: its size.
+    """
+
+    device: str
+    nbytes: int
+
+    def write(self, array: NDArray[np.float32]) -> None:
+        """Copies an array of the same shape there."""
+
+    def read(self) -> NDArray[np.float32]:
+        """A copy in main memory."""
+
+
+class DeviceBinding(Binding, Protocol):
+    """A binding that also takes arrays that lie where the provider computes; a run moves nothing of these.
+
+    One array must not be bound as an input and as an output.
+    """
+
+    def device_input(self, name: str, array: DeviceArray) -> None:
+        """Ties an input to an array of the same session."""
+
+    def device_output(self, name: str, array: DeviceArray) -> None:
+        """Ties an output to an array of the same session, which must have the output's shape."""
+
+
+@runtime_checkable
+class DeviceSession(Session, Protocol):
+    """A session that can keep arrays where its provider computes."""
+
+    def device_array(self, shape: Sequence[int]) -> DeviceArray:
+        """A new array there, whose contents are not defined."""
+
+    def device_binding(self) -> DeviceBinding:
+        """For calls that read and write the same arrays again and again."""
 
 
 class CopyBinding:

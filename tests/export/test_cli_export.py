@@ -243,7 +243,7 @@ def test_dft_at_the_last_opset_passes(caracal: Callable[..., Ran], checkpoint: P
     graphs = Bundle.open(tmp_path / "out").manifest.graphs
     assert {(spec.opset, spec.mixing) for spec in graphs.values()} == {(23, "dft")}
     transforms = {name: spec.operators.get("DFT", 0) for name, spec in graphs.items()}
-    assert transforms == {"forward": 6, "extend": 10, "step": 0, "convolve": 5, "convolve_long": 5}
+    assert transforms == {"forward": 6, "extend": 10, "step": 0, "step_resident": 0, "convolve": 5, "convolve_long": 5}
 
 
 @pytest.mark.slow

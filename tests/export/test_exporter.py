@@ -92,7 +92,7 @@ def test_manifest_has_size_and_hash_of_every_file(exported: tuple[str, Path]) ->
 def test_manifest_describes_the_checkpoint(exported: tuple[str, Path], checkpoint: Path) -> None:
     _, folder = exported
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    assert (manifest["format"], manifest["format_version"]) == ("caracal-bundle", 2)
+    assert (manifest["format"], manifest["format_version"]) == ("caracal-bundle", 3)
     assert manifest["precision"] == "float32"
     assert manifest["weights"] == "weights.safetensors"
     assert manifest["tokenizer"] == "tokenizer.json"
@@ -121,7 +121,8 @@ def _described(values: Iterable[onnx.ValueInfoProto]) -> list[dict[str, Any]]:
 def test_manifest_describes_every_graph(exported: tuple[str, Path]) -> None:
     mixing, folder = exported
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["graphs"].keys() == set(GRAPHS) == {"forward", "extend", "step", "convolve", "convolve_long"}
+    weightless = {"convolve", "convolve_long"}
+    assert manifest["graphs"].keys() == set(GRAPHS) == {"forward", "extend", "step", "step_resident"} | weightless
     for name, entry in manifest["graphs"].items():
         graph = onnx.load(folder / f"{name}.onnx", load_external_data=False).graph
         assert entry == {
@@ -256,6 +257,27 @@ def test_weights_in_each_others_place_are_not_written(
 
     monkeypatch.setattr(weights, "write_weights", swapped)
     with pytest.raises(VerificationError, match=r"blocks\.0\.mhf\.value_proj\.weight differs"):
+        export_checkpoint(checkpoint, tmp_path / "out", threads=1)
+    assert _names(tmp_path) == set()
+
+
+@pytest.mark.usefixtures("traced_before")
+def test_a_wrong_step_that_the_cpu_does_not_run_is_not_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = exporter.trace
+
+    def backwards(model: CaracalModel, name: str, *rest: Any, **named: Any) -> ir.Model:
+        graph = trace(model, name, *rest, **named)
+        if name == "step_resident":
+            (node,) = (node for node in graph.graph if node.outputs[0].name == "present.0.recent_v")
+            rest_of_them, new = node.inputs
+            node.replace_input_with(0, new)
+            node.replace_input_with(1, rest_of_them)
+        return graph
+
+    monkeypatch.setattr(exporter, "trace", backwards)
+    with pytest.raises(VerificationError, match="step_resident does not compute what step does"):
         export_checkpoint(checkpoint, tmp_path / "out", threads=1)
     assert _names(tmp_path) == set()
 

@@ -28,12 +28,13 @@ MIXINGS = ("matmul", "dft")
 LAGS = 8  # of the bundles' step graph
 LAYERS = ("mhf", "mhf", "swa")  # what the tiny model's blocks hold
 READERS = ("forward", "extend")  # the graphs that read many tokens at once, with lengths to compute from
-WEIGHTY = (*READERS, "step")  # the graphs that have weights
+STEPS = ("step", "step_resident")
+WEIGHTY = (*READERS, *STEPS)  # the graphs that have weights
 
 # After a module, or after the operator where the model itself computes; the second use of an operator has a number.
 _NAME = re.compile(
     r"(blocks\.\d+(\.(mhf|swa|ffn)(\.[a-z_]+)?)?|embed_tokens|norm|lm_head|lengths"
-    r"|(valid_positions|gather_positions|tied_head|convolve_pairs)(_\d+)?)/[A-Z]\w*"
+    r"|(valid_positions|gather_positions|tied_head|side_by_side|convolve_pairs)(_\d+)?)/[A-Z]\w*"
 )
 # What a provider does wrong, lacks, or runs on another device.
 _UNWANTED = {
@@ -154,6 +155,8 @@ def _documented(config: CaracalConfig) -> dict[str, Shapes]:
         "keys": ["batch", heads, width // heads, window],
         "values": ["batch", heads, window, width // heads],
     }
+    recent: Shapes = {n: [LAGS - 1, "batch", width] for n in ("recent_v", "recent_g")}
+    resident: Shapes = {**one, **recent, **{n: [LAGS - 1, "batch", width] for n in ("lag_v", "lag_g")}, **tail}
     new: Shapes = {name: ["batch", width] for name in ("v", "g")}
     product: Shapes = {
         "v_block": ["rows", "block", "channels"],
@@ -178,6 +181,15 @@ def _documented(config: CaracalConfig) -> dict[str, Shapes]:
             "logits": ["batch", vocabulary],
             **_state("present", {**new, **tail}, {"key": ["batch", width], "value": ["batch", width]}),
         },
+        "step_resident": {
+            "input_ids": ["batch"],
+            "window_mask": ["batch", window],
+            "keep_g": ["batch", 1],
+            **_state("past", resident, slots),
+            "logits": ["batch", vocabulary],
+            "streams": ["batch", 4 * width],  # v and g of two layers
+            **_state("present", {**recent, **tail}, slots),
+        },
         **dict.fromkeys(("convolve", "convolve_long"), product),
     }
 
@@ -200,8 +212,9 @@ def test_inputs_and_outputs_have_their_symbolic_axes(graph: onnx.GraphProto, nam
         assert value.type.tensor_type.elem_type == wanted, value.name
 
 
-def test_a_step_has_no_axis_but_the_batch_to_read_at_run_time(folder: Path) -> None:
-    graph = _load(folder, "step").graph
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_has_no_axis_but_the_batch_to_read_at_run_time(folder: Path, name: str) -> None:
+    graph = _load(folder, name).graph
     values = (*graph.input, *graph.output, *graph.value_info)
     assert {dim for value in values for dim in _axes(value) if isinstance(dim, str)} == {"batch"}
     assert "Shape" not in {node.op_type for node in graph.node}
@@ -213,6 +226,10 @@ _ACTIVATIONS = {
     "forward": _READ,
     "extend": _READ,
     "step": {(LAGS, "batch"), *(("batch", size) for size in (32, 48, 3, 1))},
+    "step_resident": {
+        *((rows, "batch") for rows in (LAGS - 1, LAGS - 2, 1)),
+        *(("batch", size) for size in (32, 48, 3, 1)),
+    },
 }
 
 
@@ -360,7 +377,7 @@ def test_retarget_refuses_an_opset_it_was_not_made_for(bundle: Callable[[str], P
 
 def test_each_mixing_computes_its_transform_its_own_way(graph: onnx.GraphProto, name: str, mixing: str) -> None:
     """A step has no transform; what extends a sequence transforms the streams of the lags as well."""
-    streams = {"forward": 2, "extend": 4, "step": 0, "convolve": 4, "convolve_long": 4}[name]
+    streams = {"forward": 2, "extend": 4, "step": 0, "step_resident": 0, "convolve": 4, "convolve_long": 4}[name]
     transforms = LAYERS.count("mhf") if name in READERS else int(name.startswith("convolve"))
     inverse = int(streams > 0)
     found = Counter(node.op_type for node in graph.node)["DFT"]
@@ -380,7 +397,7 @@ def test_no_unwanted_operator(graph: onnx.GraphProto) -> None:
 
 def test_comparisons_only_choose_the_length_of_the_transform(graph: onnx.GraphProto, name: str, mixing: str) -> None:
     found = [node.name for node in graph.node if node.op_type == "Less"]
-    assert found == ([] if mixing == "matmul" or name == "step" else ["lengths/Less"])
+    assert found == ([] if mixing == "matmul" or name in STEPS else ["lengths/Less"])
 
 
 def test_nothing_is_sliced_with_a_step(graph: onnx.GraphProto) -> None:
@@ -410,7 +427,7 @@ def test_transposes_are_those_of_the_heads_alone(graph: onnx.GraphProto, name: s
 def test_weights_are_read_as_they_lie(graph: onnx.GraphProto, name: str) -> None:
     weights = {tensor.name for tensor in graph.initializer}
     readers = Counter(node.op_type for node in graph.node for name in node.input if name in weights)
-    taps = "Mul" if name == "step" else "Split"  # a step multiplies all taps at once
+    taps = "Mul" if name in STEPS else "Split"  # a step multiplies all taps at once
     wanted = {"Gather", "Gemm", "MatMul", "Add", "LayerNormalization", taps}
     assert set(readers) == (wanted if name in WEIGHTY else set())
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from caracal import CaracalModel, load_checkpoint
 
 WEIGHTS = "weights.safetensors"
-GRAPHS = ("forward.onnx", "extend.onnx", "step.onnx")  # those that read it
+GRAPHS = ("forward.onnx", "extend.onnx", "step.onnx", "step_resident.onnx")  # those that read it
 # One parameter of each kind. Not among them: a bias of the keys, which moves all scores of a query alike, so that no
 # output can show it; the comparison of weights must (see the test below).
 KINDS = (

@@ -331,7 +331,9 @@ def test_pytorch_confirms_and_the_cpu_gives_what_is_inside(tiny: Bundle) -> None
     assert any("inner values are not" in note for note in report.notes)
 
 
-@pytest.mark.parametrize(("graph", "node"), [("extend", "blocks.1/Add"), ("step", "blocks.2/Add")])
+@pytest.mark.parametrize(
+    ("graph", "node"), [("extend", "blocks.1/Add"), ("step", "blocks.2/Add"), ("step_resident", "blocks.2/Add")]
+)
 def test_the_other_graphs(tiny: Bundle, graph: str, node: str) -> None:
     report = bisect(tiny, "noise", node, graph=graph)
     assert report.finding is not None

@@ -19,7 +19,7 @@ from caracal_runtimes.model import CausalLM
 from caracal_runtimes.providers.ort import OrtSession
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
-WEIGHTY = ("extend.onnx", "forward.onnx", "step.onnx")  # the graphs that have weights
+WEIGHTY = ("extend.onnx", "forward.onnx", "step.onnx", "step_resident.onnx")  # the graphs that have weights
 GRAPHS = ("convolve.onnx", "convolve_long.onnx", *WEIGHTY)
 FILES = tuple(sorted(("README.md", *GRAPHS, "golden.safetensors", "tokenizer.json", "weights.safetensors")))
 
@@ -182,7 +182,7 @@ class TestExternalData:
     def test_weights_elsewhere_in_the_file(self, copy: Any, model: CausalLM, graph: str, key: str, value: str) -> None:
         """A session that reads the weights itself refuses; those that share them look them up by name."""
         self.place_of_weights(copy, graph, key, value)
-        found = copy.model()
+        found = running(copy, graph)
         assert continued(found) == continued(model)
         np.testing.assert_array_equal(found.forward([[0, 5, 7]]), model.forward([[0, 5, 7]]))
 
@@ -190,7 +190,13 @@ class TestExternalData:
     def test_weights_nowhere(self, copy: Any, graph: str) -> None:
         self.place_of_weights(copy, graph, "location", "")
         with pytest.raises(BundleError, match=rf"{re.escape(graph)} could not be loaded"):
-            continued(copy.model())
+            continued(running(copy, graph))
+
+
+def running(copy: Any, graph: str) -> CausalLM:
+    """The copy as a model whose tokens run this graph."""
+    loaded: CausalLM = copy.open().model(threads=1, resident=graph == "step_resident.onnx")
+    return loaded
 
 
 def continued(model: CausalLM) -> list[int]:

@@ -724,7 +724,7 @@ SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         StepBatch, "_bind", lambda original, self, binding, parity: original(self, binding, 0)
     ),
     "no convolution inputs on entering": after_entering(lambda batch: batch._conv.fill(0)),
-    "the oldest key still visible": lambda patch: patch.setattr(step_batch, "_HIDDEN", np.float32(0)),
+    "the oldest key still visible": lambda patch: patch.setattr(step_batch, "HIDDEN", np.float32(0)),
     "keys of the next slot": after_entering(lambda batch: roll(batch._keys, -1)),
     "values of the next slot": after_entering(lambda batch: roll(batch._values, -2)),
     "nothing written back": without_calling("leave", StepBatch),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 HASH = "0123456789abcdef" * 4
 IDS = {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]}
 LOGITS = {"name": "logits", "dtype": "float32", "shape": ["batch", "positions", 19]}
-GRAPHS = ("forward", "extend", "step", "convolve", "convolve_long")
+GRAPHS = ("forward", "extend", "step", "step_resident", "convolve", "convolve_long")
 
 
 def graph(name: str, inputs: list[Any], outputs: list[Any]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def graph(name: str, inputs: list[Any], outputs: list[Any]) -> dict[str, Any]:
 
 VALID: dict[str, Any] = {
     "format": "caracal-bundle",
-    "format_version": 2,
+    "format_version": 3,
     "config": {
         "vocab_size": 19,
         "hidden_size": 12,
@@ -207,8 +207,9 @@ class TestMalformed:
     @pytest.mark.parametrize(
         ("version", "advice"),
         [
-            (3, "update caracal-onnx"),
+            (4, "update caracal-onnx"),
             (10**30, "update"),
+            (2, "export the bundle again"),
             (1, "export the bundle again"),
             (0, "export the bundle again"),
         ],

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-GRAPHS = ("forward", "extend", "step", "convolve", "convolve_long")
+GRAPHS = ("forward", "extend", "step", "step_resident", "convolve", "convolve_long")
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

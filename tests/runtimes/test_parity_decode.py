@@ -62,7 +62,7 @@ def test_right_graphs_pass_every_way(exported: Exported, copy: BundleCopy) -> No
 def test_every_node_of_every_graph_is_placed(copy: BundleCopy) -> None:
     (provider,) = run_parity(copy.open(), threads=1).providers
     assert provider.placement is not None
-    assert set(provider.placement) == set(GRAPHS)
+    assert set(provider.placement) == {*GRAPHS} - {"step_resident"}  # which runs where the state lies on a device
     assert all(sum(part.nodes.values()) > 10 for part in provider.placement.values())
 
 

@@ -183,7 +183,7 @@ def test_nodes_without_a_name_or_with_the_same_one() -> None:
     assert shape_only(shared) == {"m"}
 
 
-@pytest.mark.parametrize("name", ["forward", "extend", "step", "convolve", "convolve_long"])
+@pytest.mark.parametrize("name", ["forward", "extend", "step", "step_resident", "convolve", "convolve_long"])
 def test_real_graphs(exported: Any, name: str) -> None:
     """All that touches weights, tokens or activations computes; all `Shape` nodes are shape-only."""
     found = read_model(exported.shipped / f"{name}.onnx").graph

@@ -19,7 +19,7 @@ from caracal_runtimes.graph_interface import lags_of
 from caracal_runtimes.isolation import Emit, run_isolated
 from caracal_runtimes.manifest import GRAPHS, WEIGHTLESS, GoldenCase
 from caracal_runtimes.providers import Settings, provider
-from caracal_runtimes.session import CopyBinding, Placement, Session
+from caracal_runtimes.session import CopyBinding, DeviceArray, Placement, Session
 
 _LEAST = 4  # tokens of a pass that can be read in pieces
 _RECORDED = "recorded on the cpu while decoding"
@@ -124,14 +124,45 @@ def record(arguments: Mapping[str, Any], emit: Emit) -> None:
         session = provider("cpu").open(bundle.file(graphs[graph].file), graphs[graph], Settings(threads=1))
         return _Recorder(session, last) if graph == wanted else session
 
-    decode = DecodeGraphs(bundle.manifest.model, graphs, open_session)
+    resident = wanted == "step_resident"
+    decode = DecodeGraphs(bundle.manifest.model, graphs, open_session, resident=resident)
     tensors = bundle.golden()
     ids, lengths = (np.asarray(tensors.tensor(f"{arguments['case']}/{name}")) for name in ("input_ids", "lengths"))
     rows = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
-    (replay.by_steps if wanted == "step" else replay.by_chunks)(decode, rows)
+    (replay.by_steps if resident or wanted == "step" else replay.by_chunks)(decode, rows)
     if last:
         workshop = Workshop(place / "recorded", ())
         emit({"file": str(workshop.save(last))})
+
+
+class _HostArray:
+    """What `caracal_runtimes.session.DeviceArray` says, in main memory."""
+
+    device = "cpu"
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.values = np.zeros(shape, np.float32)
+        self.nbytes = self.values.nbytes
+
+    def write(self, array: NDArray[np.float32]) -> None:
+        """Takes the array's values."""
+        self.values[...] = array
+
+    def read(self) -> NDArray[np.float32]:
+        """A copy."""
+        return self.values.copy()
+
+
+class _HostBinding(CopyBinding):
+    def device_input(self, name: str, array: DeviceArray) -> None:
+        """Ties an input to an array."""
+        assert isinstance(array, _HostArray)
+        self.input(name, array.values)
+
+    def device_output(self, name: str, array: DeviceArray) -> None:
+        """Ties an output to an array."""
+        assert isinstance(array, _HostArray)
+        self.output(name, array.values)
 
 
 class _Recorder:
@@ -150,6 +181,14 @@ class _Recorder:
     def binding(self) -> CopyBinding:
         """Bindings run by copying, so that what is bound is seen."""
         return CopyBinding(self)
+
+    def device_array(self, shape: Sequence[int]) -> _HostArray:
+        """Main memory stands for a device's."""
+        return _HostArray(shape)
+
+    def device_binding(self) -> _HostBinding:
+        """As `binding`."""
+        return _HostBinding(self)
 
     def inputs(self) -> dict[str, list[int | str | None]]:
         """The graph's inputs."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from caracal_runtimes.machine import processor
 from caracal_runtimes.providers.ort_provider import OrtProvider
+from caracal_runtimes.providers.protocol import Settings
 
 
 class Cpu(OrtProvider):
@@ -18,6 +19,11 @@ class Cpu(OrtProvider):
     ort_name = "CPUExecutionProvider"
     known_options = frozenset()
     shares = True
+    device_memory = "cpu"
+
+    def state_memory(self, settings: Settings) -> None:
+        """Main memory, which the host writes into without a copy. Sessions can keep arrays all the same, for tests."""
+        return
 
     def _builtin_devices(self, ort: Any) -> list[str]:
         return [f"cpu: {processor()}"]

@@ -18,6 +18,7 @@ class Cuda(OrtProvider):
     extra = "cuda"
     platforms = ("linux", "win32")
     ort_name = "CUDAExecutionProvider"
+    device_memory: ClassVar[str | None] = "cuda"
 
     def exact_options(self, settings: Settings) -> dict[str, str]:
         """TF32 off: with it, products keep ten bits of the mantissa (errors of 1e-3)."""

@@ -18,6 +18,7 @@ class DirectMl(OrtProvider):
     extra = "directml"
     platforms = ("win32",)
     ort_name = "DmlExecutionProvider"
+    device_memory = "dml"
 
     def exact_options(self, settings: Settings) -> dict[str, str]:
         """Without metacommands, which are the driver's own kernels and may compute otherwise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from caracal_runtimes.safetensors_file import SafetensorsFile
 from caracal_runtimes.session import (
     Binding,
     CopyBinding,
+    DeviceArray,
+    DeviceBinding,
     Placement,
     contiguous,
     default_threads,
@@ -47,6 +50,49 @@ class SharedWeights:
         self.values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._arrays.items()}
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A memory in which ONNX Runtime can make values.
+
+    Args:
+        device: ONNX Runtime's name of the kind of device, for memories that are built in.
+        index: which of these devices.
+        info: what a plugin says of its device's memory, which then decides.
+    """
+
+    device: str
+    index: int = 0
+    info: Any = None
+
+    def __str__(self) -> str:
+        """As `--ep` names devices."""
+        return f"{self.device}:{self.index}"
+
+    def empty(self, shape: Sequence[int]) -> Any:
+        """A float32 OrtValue there, whose contents are not defined."""
+        make = import_onnxruntime().OrtValue.ortvalue_from_shape_and_type
+        if self.info is not None:
+            return make(list(shape), np.float32, memory_info=self.info)
+        return make(list(shape), np.float32, self.device, self.index)
+
+
+class OrtDeviceArray:
+    """An OrtValue. See `caracal_runtimes.session.DeviceArray`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.device: str = value.device_name()
+        self.nbytes: int = value.tensor_size_in_bytes()
+
+    def write(self, array: NDArray[np.float32]) -> None:
+        """Copies an array of the same shape there."""
+        self.value.update_inplace(np.ascontiguousarray(array))
+
+    def read(self) -> NDArray[np.float32]:
+        """A copy in main memory."""
+        return np.array(self.value.numpy())  # on the CPU it would be a view
+
+
 class OrtSession:
     """One graph in an ONNX Runtime session. See `caracal_runtimes.session.Session`.
 
@@ -60,6 +106,7 @@ class OrtSession:
         weights: read them from here, without a copy; None packs a copy for this session alone.
         allow_fallback: accept nodes on other providers.
         dimensions: sizes that symbolic axes are fixed to before the graph is optimised.
+        memory: where `device_array` makes arrays.
 
     Raises:
         NotRunError: ONNX Runtime is not installed or the provider does not start.
@@ -78,9 +125,11 @@ class OrtSession:
         weights: SharedWeights | None = None,
         allow_fallback: bool = False,
         dimensions: Mapping[str, int] | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         ort = import_onnxruntime()
         self.name, self.ep, self._path, self._ort_name = path.name, ep, path, ort_name
+        self._memory = memory
         self.threads = threads or default_threads()
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -128,6 +177,20 @@ class OrtSession:
         # Bound to another memory than the CPU's, an array would be copied when it is bound, and not again when it changes.
         return OrtBinding(self) if self._ort_name == CPU else CopyBinding(self)
 
+    def device_array(self, shape: Sequence[int]) -> OrtDeviceArray:
+        """A new array in the provider's own memory. Raises NotRunError when there is no room for it."""
+        assert self._memory is not None
+        try:
+            return OrtDeviceArray(self._memory.empty(shape))
+        except Exception as error:  # noqa: BLE001
+            raise NotRunError(
+                f"provider {self.ep}: no array of shape {list(shape)} in its memory: {first_line(error)}"
+            ) from None
+
+    def device_binding(self) -> DeviceBinding:
+        """A binding for arrays in main memory and in the provider's own."""
+        return OrtBinding(self)
+
     def inputs(self) -> dict[str, list[int | str | None]]:
         """The graph's inputs and their shapes, as the graph itself has them."""
         return {value.name: value.shape for value in self._session.get_inputs()}
@@ -151,16 +214,39 @@ class OrtSession:
 
 
 class OrtBinding:
-    """Arrays tied to a session's inputs and outputs: a run reads and writes them in place, and copies nothing."""
+    """Arrays tied to a session's inputs and outputs.
+
+    A run reads and writes those that lie in the provider's memory in place. Others, of a provider whose memory is not the
+    CPU's, it copies: inputs before the run, outputs after it.
+    """
 
     def __init__(self, session: OrtSession) -> None:
         self._session = session
         self._binding = session._session.io_binding()
-        self._arrays: dict[str, NDArray[Any]] = {}  # the session has their addresses only
+        self._arrays: dict[str, NDArray[Any] | DeviceArray] = {}  # the session has their addresses only
+        self._copied: dict[str, NDArray[Any]] = {}
 
     def input(self, name: str, array: NDArray[Any]) -> None:
         """Ties an input to a contiguous array in main memory."""
         assert array.flags.c_contiguous
+        if self._session._ort_name == CPU:
+            self._bind_input(name, array)
+        else:  # ONNX Runtime copies when it binds, so it has to bind again for every run
+            self._copied[name] = array
+
+    def device_input(self, name: str, array: DeviceArray) -> None:
+        """Ties an input to an array of the session."""
+        assert isinstance(array, OrtDeviceArray)
+        self._binding.bind_ortvalue_input(name, array.value)
+        self._arrays[name] = array
+
+    def device_output(self, name: str, array: DeviceArray) -> None:
+        """Ties an output to an array of the session, which must have the output's shape."""
+        assert isinstance(array, OrtDeviceArray)
+        self._binding.bind_ortvalue_output(name, array.value)
+        self._arrays[name] = array
+
+    def _bind_input(self, name: str, array: NDArray[Any]) -> None:
         self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         self._arrays[name] = array
 
@@ -173,6 +259,8 @@ class OrtBinding:
     def run(self) -> None:
         """Runs the graph. Raises NotRunError with the runtime's own words when it fails."""
         try:
+            for name, array in self._copied.items():
+                self._bind_input(name, array)
             self._session._session.run_with_iobinding(self._binding)
         except MemoryError:
             raise

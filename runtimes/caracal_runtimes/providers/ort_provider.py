@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from caracal_runtimes.errors import InputError, NotRunError
 from caracal_runtimes.manifest import GraphSpec
-from caracal_runtimes.providers.ort import OrtSession, SharedWeights, import_onnxruntime
+from caracal_runtimes.providers.ort import DeviceMemory, OrtSession, SharedWeights, import_onnxruntime
 from caracal_runtimes.providers.ort_shapes import OrtFixedSession
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
 from caracal_runtimes.session import Session, check_threads, default_threads, first_line
@@ -46,6 +46,8 @@ class OrtProvider(Provider):
         fixed_shapes: it takes graphs without symbolic axes only, so that there is a session for each set of shapes.
         shares: whether weights can be handed to it where they are mapped.
         own_environment: why its package cannot be installed beside others; empty where it can.
+        device_memory: ONNX Runtime's name of the memory in which the provider computes, where that is not the CPU's and
+            values can be made there: of a plugin, as it calls its devices. None leaves all arrays in main memory.
     """
 
     ort_name: ClassVar[str]
@@ -54,6 +56,7 @@ class OrtProvider(Provider):
     fixed_shapes: ClassVar[bool] = False
     shares: ClassVar[bool] = False
     own_environment: ClassVar[str] = ""
+    device_memory: ClassVar[str | None] = None
 
     def detect(self) -> Detection:
         """Looks at what is installed and which devices are there."""
@@ -120,6 +123,7 @@ class OrtProvider(Provider):
                 weights=shared_weights(settings.weights) if self.shares and settings.weights is not None else None,
                 allow_fallback=settings.allow_fallback,
                 dimensions=dimensions,
+                memory=None if self.fixed_shapes else self._memory(settings),
             )
 
         if not self.fixed_shapes:
@@ -130,6 +134,30 @@ class OrtProvider(Provider):
         """The options that a session with these settings gets."""
         ours = self.fast_options(settings) if settings.fast else self.exact_options(settings)
         return {**ours, **settings.options}
+
+    def state_memory(self, settings: Settings) -> str | None:
+        """The memory in which the provider computes. See `Provider.state_memory`."""
+        memory = None if self.fixed_shapes else self._memory(settings)
+        return None if memory is None else str(memory)
+
+    def _memory(self, settings: Settings) -> DeviceMemory | None:
+        if self.device_memory is None:
+            return None
+        if self.plugin is None:
+            index = self.applied(settings).get("device_id", "0")
+            return DeviceMemory(self.device_memory, int(index)) if index.isdecimal() else None
+        if not self._is_plugin():
+            return None
+        ort = import_onnxruntime()
+        kinds = getattr(ort, "OrtDeviceMemoryType", None)
+        try:
+            chosen = self._chosen(ort, settings)
+        except NotRunError:  # which `open` will say
+            return None
+        if kinds is None or not chosen or not hasattr(chosen[0], "memory_info"):  # before 1.28
+            return None
+        info = chosen[0].memory_info(kinds.DEFAULT)
+        return None if info is None else DeviceMemory(self.device_memory, info.device_id, info)
 
     def exact_options(self, settings: Settings) -> dict[str, str]:
         """Options that ask for float32 throughout."""
@@ -150,12 +178,14 @@ class OrtProvider(Provider):
         self.prepare(options)
         applied = self.applied(settings)
         if self._is_plugin():
-            devices = self._plugin_devices(ort)
-            wanted = settings.device
-            chosen = [d for name, d in devices if wanted is None or name.lower() == wanted.lower()][:1]
-            options.add_provider_for_devices(chosen, applied)
+            options.add_provider_for_devices(self._chosen(ort, settings), applied)
             return None
         return [(self.ort_name, applied)]
+
+    def _chosen(self, ort: Any, settings: Settings) -> list[Any]:
+        """The plugin's device that the settings ask for; empty where it has none of that name."""
+        wanted = settings.device
+        return [d for name, d in self._plugin_devices(ort) if wanted is None or name.lower() == wanted.lower()][:1]
 
     def _is_plugin(self) -> bool:
         return self.plugin is not None and importable(self.plugin)

@@ -115,6 +115,13 @@ class Provider(ABC):
             takes = ", ".join(sorted(self.known_options or ())) or "none"
             raise InputError(f"--ep-option: the provider {self.name} takes {takes}, found {', '.join(unknown)}")
 
+    def state_memory(self, settings: Settings) -> str | None:
+        """The memory in which sessions can keep the decode state, in the runtime's words; None for main memory.
+
+        Where it is not None, `open` gives sessions that are `caracal_runtimes.session.DeviceSession`s.
+        """
+        return None
+
     def matrix_devices(self, detection: Detection) -> tuple[str, ...]:
         """Devices that a comparison of everything runs one by one, since each has kernels of its own; none: the default."""
         return ()

@@ -19,6 +19,7 @@ class WebGpu(OrtProvider):
     packages = ("onnxruntime-ep-webgpu",)
     extra = "webgpu"
     ort_name = "WebGpuExecutionProvider"
+    device_memory = "webgpu"
     plugin = "onnxruntime_ep_webgpu"
     known_options = frozenset(
         {
