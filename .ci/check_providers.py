@@ -80,7 +80,8 @@ def check_dft(bundle: str, report: str) -> None:
 
 def main() -> None:
     matmul, dft, folder, icd = sys.argv[1:5]
-    began, out = time.monotonic(), Path(folder)
+    # Installing counts: what matters is a fresh machine.
+    began, out = float(os.environ.get("PROVIDERS_BEGAN") or time.time()), Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     vulkan = {"VK_ICD_FILENAMES": icd, SOFTWARE: "1"}
     # IREE gets the system's own Vulkan: the newer one takes minutes to compile its shaders.
@@ -100,7 +101,7 @@ def main() -> None:
         check_right(rows(Path(file)), (ep,))
     print(caracal("parity", "merge", report, *quick, "--report", str(out / "report")).splitlines()[-1])
     check_dft(dft, str(out / "dft.json"))
-    seconds = time.monotonic() - began
+    seconds = time.time() - began
     print(f"{'PASSED' if seconds < SECONDS else 'FAILED'}  providers  {seconds:.0f} s  limit {SECONDS} s")
     if seconds >= SECONDS:
         raise SystemExit(1)

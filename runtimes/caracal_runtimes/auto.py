@@ -19,9 +19,9 @@ from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.environment import environment
 from caracal_runtimes.errors import InputError, NotRunError
 from caracal_runtimes.parity import Progress
-from caracal_runtimes.parity_matrix import ALL, Limits, run_matrix
+from caracal_runtimes.parity_matrix import ALL, Limits, detect, run_matrix
 from caracal_runtimes.parity_report import ParityReport, ProviderReport
-from caracal_runtimes.providers import Settings
+from caracal_runtimes.providers import Settings, parse
 from caracal_runtimes.records import build, jsonable
 
 AUTO = "auto"
@@ -73,7 +73,7 @@ def choose(
     folder = cache_folder() if cache is None else cache
     file = folder / f"auto-{_key(bundle, settings)}.json"
     known = _read(file)
-    if known is not None:
+    if known is not None and _still_there(known.ep):
         return Choice(known.ep, known.why, cached=True)
     report = (
         measure()
@@ -142,6 +142,14 @@ def _read(file: Path) -> Choice | None:
         return build(Choice, json.loads(file.read_text(encoding="utf-8")), file.name)
     except (OSError, ValueError, InputError):  # none yet, or one that something else has damaged: measure again
         return None
+
+
+def _still_there(ep: str) -> bool:
+    """Whether a provider is ready now: drivers and devices come and go without a version that changes."""
+    try:
+        return detect(parse(ep)[0]).state == "ready"
+    except InputError:
+        return False
 
 
 def _write(file: Path, choice: Choice) -> None:

@@ -25,6 +25,7 @@ from caracal_runtimes.machine import available_bytes, resident_bytes
 
 _POLL = 0.02  # seconds; memory can grow by some hundred megabytes in between
 _GRACE = 2.0  # seconds between asking a process to end and making it
+_MOST_SAID, _TAIL = 1 << 28, 1 << 16  # bytes of messages: allowed, and kept
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _SPARE = 0.9  # share of the free memory that a process may take where no limit is given
 
@@ -78,18 +79,23 @@ def run_isolated(
     """
     if not time_limit > 0:
         raise InputError(f"--time-limit must be a number of seconds above 0, found {time_limit}")
+    if memory_limit is not None and resident_bytes() is None:
+        raise InputError("--memory-limit: this system does not tell how much memory a process uses; leave it out")
     free = available_bytes()
     limit = memory_limit if memory_limit is not None else None if free is None else int(free * _SPARE)
-    with tempfile.TemporaryDirectory(prefix="caracal-") as folder:
-        events, errors = Path(folder) / "events", Path(folder) / "stderr"
+    with tempfile.TemporaryDirectory(prefix="caracal-", ignore_cleanup_errors=True) as folder:
+        events, errors, scratch = Path(folder) / "events", Path(folder) / "stderr", Path(folder) / "scratch"
         events.touch()
+        scratch.mkdir()
+        # What it leaves in its folder for temporary files goes with ours, however it ends.
+        temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
         with errors.open("wb") as stderr:
             process = subprocess.Popen(  # noqa: S603 - this interpreter, this module
                 [sys.executable, "-m", "caracal_runtimes.isolation", target, str(events)],
                 stdin=subprocess.PIPE,
                 stdout=stderr,
                 stderr=stderr,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **temporary, **(environment or {})},
                 start_new_session=True,  # what it starts ends with it, and Ctrl-C is ours to pass on
             )
         began = spoke = time.monotonic()
@@ -110,6 +116,9 @@ def run_isolated(
                         break
                     used = _used(process.pid)
                     peak = max(peak, used)
+                    if errors.stat().st_size > _MOST_SAID:
+                        outcome, ours = "out of memory", f"wrote more than {_MOST_SAID / 1e9:.1f} GB of messages"
+                        break
                     if limit is not None and used > limit:
                         outcome, ours = "out of memory", f"took {used / 1e9:.1f} GB, the limit is {limit / 1e9:.1f} GB"
                         break
@@ -120,10 +129,17 @@ def run_isolated(
         finally:
             _end(process)
         seconds = time.monotonic() - began
-        words = errors.read_text(encoding="utf-8", errors="replace").strip()
+        words = _last(errors).strip()
     tail = "\n".join(words.splitlines()[-20:])
     ended = _judge(process.returncode, outcome, ours, tail)
     return Ended(*ended, seconds, peak or None, tail)
+
+
+def _last(file: Path) -> str:
+    """The end of what a process wrote."""
+    with file.open("rb") as said:
+        said.seek(max(0, file.stat().st_size - _TAIL))
+        return said.read().decode("utf-8", "replace")
 
 
 def _judge(code: int, outcome: str | None, ours: str, tail: str) -> tuple[Outcome, str, int]:
@@ -174,7 +190,8 @@ def _signal(process: subprocess.Popen[bytes], how: str) -> None:
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGTERM if how == "terminate" else signal.SIGKILL)
         elif process.poll() is None:
-            process.kill()
+            # Windows: with what it started.
+            subprocess.run(["taskkill", "/T", "/F", "/PID", str(process.pid)], capture_output=True, check=False)  # noqa: S603, S607
 
 
 def _tie_to_parent() -> None:

@@ -34,10 +34,11 @@ from caracal_runtimes.parity_report import (
     TextResult,
     Timings,
     Verdict,
+    judge_placement,
 )
 from caracal_runtimes.providers import Settings, parse
 from caracal_runtimes.sampling import SamplingOptions
-from caracal_runtimes.session import check_threads, default_threads, describe_fallback
+from caracal_runtimes.session import check_threads, default_threads
 from caracal_runtimes.tolerances import Tolerance
 
 _EVERYWHERE, _BY_STEPS, _BY_CHUNKS = "_everywhere", "_by_steps", "_by_chunks"
@@ -93,7 +94,7 @@ def empty_row(bundle: Bundle, ep: str, settings: Settings, level: str | None = N
     check_threads(settings.threads)
     provider.check(settings)
     name = f"{provider.name}:{device}" if device else provider.name
-    level = provider.level if level is None else level
+    level = provider.level_for(device) if level is None else level
     return ProviderReport(
         ep=name,
         threads=settings.threads or default_threads(),
@@ -197,21 +198,6 @@ def run_provider(
     )
     said("done", total, total)
     return judge_placement(row)
-
-
-def judge_placement(row: ProviderReport) -> ProviderReport:
-    """The row with its verdict on where nodes ran."""
-    placement = row.whole_placement
-    if placement is None:
-        return row
-    if not placement.nodes:
-        what = "no node was recorded to run at all"
-    elif placement.elsewhere:
-        what = describe_fallback(placement)
-    else:
-        return row
-    said = f"asked for {row.ep}, but {what}"
-    return replace(row, note=said) if row.allowed else replace(row, misplaced=True, reason=row.reason or said)
 
 
 def _replayed(cases: Sequence[GoldenCase]) -> list[tuple[GoldenCase, str]]:

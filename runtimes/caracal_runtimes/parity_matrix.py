@@ -85,7 +85,9 @@ def run_matrix(
         row = replace(empty_row(bundle, ep, each, level), quick=quick)
         if found is not None and found.state != "ready":
             reason = f"{found.reason}; {found.remedy}" if found.remedy else found.reason
-            rows.append(replace(row, reason=reason, versions=found.versions, absent=not by_name))
+            # What is installed and does not work is a finding; what is not here is none, unless it was asked for.
+            absent = not by_name and found.state != "broken"
+            rows.append(replace(row, reason=reason, versions=found.versions, absent=absent, died=found.died))
             continue
         rows.append(_run_row(bundle, row, each, level, quick, limits or Limits(), tell))
     return whole_report(bundle, rows)
@@ -131,7 +133,7 @@ def detect(provider: Provider, time_limit: float = 60.0) -> Detection:
     )
     if said:
         return build(Detection, said[0], provider.name)
-    return Detection("broken", {}, (), f"looking for it {_how(ended)}", provider.install())
+    return Detection("broken", {}, (), f"looking for it {_how(ended)}", provider.install(), died=True)
 
 
 def detect_in_process(arguments: Mapping[str, Any], emit: Emit) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.metrics import Metrics
 from caracal_runtimes.records import build, jsonable
-from caracal_runtimes.session import Placement
-from caracal_runtimes.tolerances import Tolerance
+from caracal_runtimes.session import Placement, describe_fallback
+from caracal_runtimes.tolerances import Tolerance, tolerance_for
 
 FORMAT = "caracal-parity"
 FORMAT_VERSION = 1
@@ -204,7 +204,7 @@ class ParityReport:
     def from_dict(cls, data: Any, where: str) -> ParityReport:
         """A report from JSON. Raises InputError naming `where` and what does not fit.
 
-        Verdicts are worked out anew from the results, so a report cannot claim what its figures do not show.
+        Verdicts are worked out anew from the figures, so a report cannot claim what they do not show.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise InputError(f'{where}: expected a report of `caracal parity --json` ("format": "{FORMAT}")')
@@ -214,7 +214,48 @@ class ParityReport:
                 f"({FORMAT_VERSION}); make the report again, or update caracal-onnx"
             )
         report = build(cls, data, where)
+        rows = []
         for index, row in enumerate(report.providers):
+            place = f"{where}.providers[{index}]"
             if not 0 <= row.machine < len(report.machines):
-                raise InputError(f"{where}.providers[{index}].machine: no machine {row.machine} is described")
-        return report
+                raise InputError(f"{place}.machine: no machine {row.machine} is described")
+            rows.append(_judged(row, tolerance_for(row.level, report.precision), place))
+        return replace(report, providers=tuple(rows))
+
+
+def _judged(row: ProviderReport, limit: Tolerance, where: str) -> ProviderReport:
+    """A row with its verdicts by its figures. Raises InputError for a pass without figures."""
+    if row.absent and row.results:
+        raise InputError(f"{where}: an absent provider has results; one of the two is not true")
+    cases = []
+    for case in row.cases:
+        failures = case.metrics.failures(limit) if case.metrics is not None else []
+        if case.metrics is None and case.verdict == "PASSED":
+            raise InputError(f"{where}: the case {case.name:.40} passed without figures")
+        if failures:
+            case = replace(case, verdict="FAILED", reason=case.reason or "; ".join(failures))
+        cases.append(case)
+    greedy = []
+    for each in row.greedy:
+        if each.verdict == "PASSED" and each.agreeing < each.new_tokens and not each.reason:
+            each = replace(each, verdict="FAILED", reason=f"parts from the reference at token {each.agreeing}")
+        greedy.append(each)
+    text = row.text
+    if text is not None and text.verdict == "PASSED":
+        gap = text.difference
+        if gap is None or not abs(gap) <= limit.bits_per_byte:
+            text = replace(text, verdict="FAILED", reason=f"{gap} bits per byte from the reference")
+    return judge_placement(replace(row, tolerance=limit, cases=tuple(cases), greedy=tuple(greedy), text=text))
+
+
+def judge_placement(row: ProviderReport) -> ProviderReport:
+    """The row with its verdict on where nodes ran."""
+    found = [problem for part in (row.placement or {}).values() if (problem := part.problem())]
+    if not found:
+        return row
+    whole = row.whole_placement
+    what = describe_fallback(whole) if whole is not None and whole.elsewhere else found[0]
+    said = f"asked for {row.ep}, but {what}"
+    if row.allowed:
+        return replace(row, note=row.note or said)
+    return replace(row, misplaced=True, reason=row.reason or said)

@@ -41,7 +41,7 @@ def placement_of(path: Path, ep: str, own: str, assigned: Sequence[tuple[str, st
             by_design += 1
         else:
             elsewhere.append(Misplaced(path.name, name, operator, ran_on, _why(ep, operator, name, model, types)))
-    return Placement(nodes, operators, tuple(elsewhere), by_design)
+    return Placement(nodes, operators, tuple(elsewhere), by_design, nodes.get(own, 0))
 
 
 @lru_cache(maxsize=16)

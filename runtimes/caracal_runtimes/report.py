@@ -60,6 +60,10 @@ def overall_line(report: ParityReport) -> str:
     )
     figure = "nothing compared" if worst is None else f"worst relative L2 {worst[0]:.1e} ({_name(worst[1])})"
     more = f"  not: {', '.join(wrong)}" if wrong else ""
+    quick = [_name(row) for row in rows if row.quick]
+    more += f"  quick, not all goldens: {', '.join(quick)}" if quick else ""
+    loose = [f"{_name(row)} {row.level}" for row in rows if row.level != "strict"]
+    more += f"  level: {', '.join(loose)}, else strict" if loose else ""
     return f"{report.verdict}  parity {report.mixing} {report.precision} on {len(rows)} providers  {figure}  {', '.join(counts)}{more}"
 
 
@@ -79,6 +83,9 @@ def verdict_line(report: ParityReport, provider: ProviderReport) -> str:
         return f"{verdict}  {what}  {figure}  {limit}  {failed[0].name}: {failed[0].reason}"
     counts = f"{len(provider.cases)} passes, {len(provider.greedy)} greedy continuations"
     counts += " (quick: not all goldens)" if provider.quick else ""
+    placement = provider.whole_placement
+    if provider.allowed and placement is not None and placement.elsewhere:
+        counts += f", {len(placement.elsewhere)} of {sum(placement.nodes.values())} nodes elsewhere, allowed"
     return f"{verdict}  {what}  {figure}  {limit}  {counts}" + (f"  {provider.reason}" if provider.reason else "")
 
 

@@ -25,12 +25,22 @@ class Placement:
         operators: the same by operator.
         elsewhere: nodes that another provider runs although they compute, each with why as far as it can be told.
         shape_only: how many nodes another provider runs because they only work out sizes, as runtimes do by design.
+        own: how many the provider itself runs; None where the runtime has but one.
     """
 
     nodes: dict[str, int]
     operators: dict[str, dict[str, int]]
     elsewhere: tuple[Misplaced, ...] = ()
     shape_only: int = 0
+    own: int | None = None
+
+    def problem(self) -> str:
+        """What is wrong with it as the placement of one graph; empty where nothing is."""
+        if self.elsewhere:
+            return describe_fallback(self)
+        if not self.nodes:
+            return "no node was recorded to run at all"
+        return "it runs no computing node of a graph" if self.own == 0 else ""
 
     @classmethod
     def sum(cls, parts: Iterable[Placement]) -> Placement:
@@ -39,13 +49,16 @@ class Placement:
         operators: dict[str, Counter[str]] = {}
         elsewhere: list[Misplaced] = []
         shape_only = 0
+        own: int | None = None
         for part in parts:
             nodes.update(part.nodes)
             for ep, counts in part.operators.items():
                 operators.setdefault(ep, Counter()).update(counts)
             elsewhere += part.elsewhere
             shape_only += part.shape_only
-        return cls(dict(nodes), {ep: dict(counts) for ep, counts in operators.items()}, tuple(elsewhere), shape_only)
+            own = own if part.own is None else (own or 0) + part.own
+        by_operator = {ep: dict(counts) for ep, counts in operators.items()}
+        return cls(dict(nodes), by_operator, tuple(elsewhere), shape_only, own)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def test_manifest_describes_the_tensors(manifest: Manifest, tensors: Tensors) ->
     for greedy in manifest.golden.greedy:
         wanted |= {f"{greedy.name}/{key}" for key in ("prompt", "continuation", "margins")}
         assert len(tensors[f"{greedy.name}/prompt"]) == greedy.prompt_length
-        assert len(tensors[f"{greedy.name}/continuation"]) == greedy.new_tokens == 128
+        assert len(tensors[f"{greedy.name}/continuation"]) == greedy.new_tokens == 32
     assert set(tensors) == wanted
     assert "PyTorch" in manifest.golden.reference
 

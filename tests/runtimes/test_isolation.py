@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +50,10 @@ def worker(arguments: Mapping[str, Any], emit: Emit) -> None:
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             emit({"child": child.pid})
             time.sleep(600)
+        case "leave a file":
+            Path(tempfile.mkdtemp(), "left").touch()
+            emit({"folder": tempfile.gettempdir()})
+            os._exit(0)
         case "print":
             os.write(1, b"a library writes here\n")
             os.write(2, b"\xff\xfe and here\n")
@@ -148,6 +153,12 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
             return
         time.sleep(0.05)
     pytest.fail(f"process {child} is still there")
+
+
+def test_temporary_files_go_with_it() -> None:
+    events: list[Any] = []
+    run("leave a file", events)
+    assert not Path(events[-1]["folder"]).exists()
 
 
 def test_what_libraries_print_is_kept_apart(capfd: pytest.CaptureFixture[str]) -> None:

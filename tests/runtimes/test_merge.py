@@ -40,7 +40,7 @@ def written(tmp_path: Path, name: str, it: ParityReport) -> str:
 
 
 FULL = ProviderReport(
-    "webgpu:gpu", 2, "strict", replace(STRICT, kl=float("inf")),
+    "webgpu:gpu", 2, "strict", STRICT,
     {"forward": Placement({"A": 1}, {"A": {"Add": 1}}, (Misplaced("f.onnx", "n", "Add", "B", "no kernel"),), 3)},
     (CaseResult("x", 2, 3, "FAILED", replace(metrics(NAN), first_outlier=(0, 1, 2), kl_max=None), NAN, "why"),
      CaseResult("y", 2, 3, "NOT RUN", None, 0.0)),
@@ -54,7 +54,11 @@ FULL = ProviderReport(
 def test_there_and_back(tmp_path: Path) -> None:
     it = report(FULL, row("cpu"))
     again = read_report(written(tmp_path, "r.json", it))
-    assert repr(again) == repr(it)  # NaN is not equal to itself
+    # NaN is not equal to itself; and what the figures show is added to what was said.
+    reread = replace(again.providers[0], cases=it.providers[0].cases)
+    assert repr(reread) == repr(it.providers[0])
+    assert repr(again.providers[1]) == repr(it.providers[1])
+    assert [case.verdict for case in again.providers[0].cases] == ["FAILED", "NOT RUN"]
     assert again.verdict == it.verdict
 
 
@@ -64,6 +68,61 @@ def test_a_verdict_cannot_be_written_into_a_file(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     file.write_text(json.dumps(data))
     assert read_report(file).verdict == "FAILED"
+
+
+def test_figures_that_miss_the_limit_fail_whatever_the_file_says(tmp_path: Path) -> None:
+    data = report(row("cpu")).to_dict()
+    data["providers"][0]["cases"][0]["metrics"]["relative_l2"] = 5.0
+    data["providers"][0]["tolerance"]["relative_l2"] = 10.0
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(data))
+    found = read_report(file)
+    assert (found.verdict, found.providers[0].tolerance) == ("FAILED", STRICT)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cases": [{"name": "one", "batch": 1, "length": 1, "verdict": "PASSED", "metrics": None, "seconds": 0}]},
+         "the case one passed without figures"),
+        ({"absent": True}, "an absent provider has results"),
+    ],
+)  # fmt: skip
+def test_a_pass_without_figures_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    data = report(row("cpu")).to_dict()
+    data["providers"][0].update(change)
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=words):
+        read_report(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({"placement": {"f": {"nodes": {"A": 1, "B": 1}, "operators": {}, "own": 1,
+                              "elsewhere": [{"graph": "f", "node": "n", "operator": "Add", "ran_on": "B"}]}}}, "FAILED"),
+        ({"placement": {"f": {"nodes": {}, "operators": {}, "own": 0}}}, "FAILED"),
+        ({"placement": {"f": {"nodes": {"B": 3}, "operators": {}, "own": 0, "shape_only": 3}}}, "FAILED"),
+        ({"placement": {"f": {"nodes": {"A": 3}, "operators": {}, "own": 3}}}, "PASSED"),
+        ({"greedy": [{"name": "g", "prompt_length": 1, "new_tokens": 9, "agreeing": 3, "verdict": "PASSED", "seconds": 0}]},
+         "FAILED"),
+        ({"text": {"name": "t", "tokens": 9, "bits_per_byte": 1, "difference": 0.5, "verdict": "PASSED", "seconds": 0}},
+         "FAILED"),
+    ],
+)  # fmt: skip
+def test_everything_else_is_judged_anew(tmp_path: Path, change: dict[str, Any], verdict: str) -> None:
+    data = report(row("cpu")).to_dict()
+    data["providers"][0].update(change)
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(data))
+    assert read_report(file).verdict == verdict
+
+
+def test_flags_that_steer_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = written(tmp_path, "a.json", report(row("cpu")))
+    assert main(["parity", "merge", a, "--ep", "webgpu", "--quick", "--level", "close"]) == 2
+    assert "--ep, --quick, --level cannot be meant" in capsys.readouterr().err
 
 
 def test_machines_are_joined(tmp_path: Path) -> None:

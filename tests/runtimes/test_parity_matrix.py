@@ -178,6 +178,25 @@ class TestMatrix:
         assert "not on this machine: cuda, " in text
         assert text.splitlines()[-1].startswith("PASSED  parity ")
 
+    def test_one_that_is_broken_is_a_finding_of_all(self, exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = [
+            (providers.provider("cpu"), providers.Detection("ready", {"onnxruntime": "1"}, ("cpu: x",))),
+            (providers.provider("cuda"), providers.Detection("broken", reason="libcublas is missing")),
+            (providers.provider("mnn"), providers.Detection("broken", reason="was ended by SIGSEGV", died=True)),
+        ]
+        monkeypatch.setattr("caracal_runtimes.parity_matrix.detect_all", lambda: found)
+        report = run_matrix(Bundle.open(exported.bundle), ["all"], Settings(threads=1), quick=True)
+        assert [(row.ep, row.verdict) for row in report.judged] == [
+            ("cpu", "PASSED"),
+            ("cuda", "NOT RUN"),
+            ("mnn", "FAILED"),
+        ]
+        assert report.exit_code == 1
+
+    def test_quick_is_said_in_the_last_line(self, exported: Any) -> None:
+        report = run_matrix(Bundle.open(exported.bundle), ["cpu", "coreml"], Settings(threads=1), quick=True)
+        assert "quick, not all goldens: cpu, coreml" in parity_output(report).splitlines()[-1]
+
     @pytest.mark.parametrize(
         ("eps", "words"),
         [

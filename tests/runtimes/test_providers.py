@@ -218,7 +218,13 @@ class TestCommand:
         assert capsys.readouterr().out.splitlines()[-1].startswith("NOT RUN  providers  0 of 1 ready")
 
     @pytest.mark.parametrize(
-        ("options", "words"), [(["--ep", "x"], "found 'x'"), (["--time-limit", "0"], "--time-limit")]
+        ("options", "words"),
+        [
+            (["--ep", "x"], "found 'x'"),
+            (["--time-limit", "0"], "--time-limit"),
+            (["--ep", "cpu:gpu"], "found the device 'gpu'"),
+            (["--ep", "cpu,CPU"], "cpu is asked for twice"),
+        ],
     )
     def test_bad_input(self, capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
         assert main(["providers", *options]) == 2

@@ -282,6 +282,11 @@ class _Bisection:
             self.tolerance
         )
 
+    def _logit_problems(self, got: Array, ref: Array) -> list[str]:
+        if got.ndim != 3:
+            got, ref = got[None], ref[None]
+        return compare_logits(got, ref, self.tolerance, whole_vocabulary=True).failures(self.tolerance)
+
     def _seen(
         self, result: Result, cases: Sequence[Case], expected: Sequence[dict[str, Array]]
     ) -> tuple[_Seen | None, float]:
@@ -293,6 +298,8 @@ class _Bisection:
                 for name, value in values.items()
             }
             failing = [name for name, difference in differences.items() if difference.kind != "same"]
+            if not failing and _LOGITS in values and self._logit_problems(values[_LOGITS], expected[index][_LOGITS]):
+                failing = [_LOGITS]  # one logit far off hides in the norm of all of them
             if self.golden:
                 failing = [_LOGITS] if self._golden_problems(case, values[_LOGITS]) else []
                 figure = self._golden_figure(case, values[_LOGITS], differences[_LOGITS])

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, ep_options
+from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, check_folder, ep_options
+from caracal_runtimes.cli.opening import chosen
 from caracal_runtimes.cli.progress import ProgressLine
+from caracal_runtimes.manifest import GRAPHS
 
 HELP = "find the node where a provider goes wrong"
 
@@ -24,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what is right: pytorch-golden (final logits; inner values come from cpu) or a provider (default: cpu)",
     )
-    parser.add_argument("--graph", default="forward", metavar="NAME", help="graph of the bundle (default: forward)")
+    parser.add_argument("--graph", metavar="NAME", help="graph of the bundle (default: each, until one is wrong)")
     parser.add_argument("--case", metavar="GOLDEN", help="recorded inputs (default: the smallest that fail)")
     parser.add_argument("-o", "--output", metavar="DIR", help="write a folder that reproduces the fault by itself")
     parser.add_argument("--level", metavar="NAME", help="tolerance level (default: the provider's own)")
@@ -44,10 +47,13 @@ def run(args: argparse.Namespace) -> int:
     from caracal_runtimes.bisect.report import report_output
     from caracal_runtimes.bundle import Bundle
 
+    if args.output is not None:
+        check_folder("-o", args.output, args.bundle)
+    bundle = Bundle.open(args.bundle)
     options = Options(
-        ep=args.ep,
+        ep=chosen(args, bundle),
         against=args.against,
-        graph=args.graph,
+        graph=args.graph or GRAPHS[0],
         case=args.case,
         folder=None if args.output is None else Path(args.output),
         ep_options=ep_options(args),
@@ -57,8 +63,18 @@ def run(args: argparse.Namespace) -> int:
         level=args.level,
         time_limit=args.time_limit,
     )
-    bundle = Bundle.open(args.bundle)
+    looked_at: list[str] = []
     with ProgressLine() as progress:
-        report = run_bisect(bundle, options, progress)
-    print(json.dumps(report.to_dict(), indent=2) if args.format == "json" else report_output(report))
+        # A fault of the step graph does not show in the forward graph: nothing is right before all of them are.
+        for graph in GRAPHS if args.graph is None and args.case is None else [options.graph]:
+            report = run_bisect(bundle, replace(options, graph=graph), progress)
+            if report.verdict != "PASSED":
+                break
+            looked_at.append(graph)
+    if args.format == "json":
+        print(json.dumps({**report.to_dict(), "right": looked_at}, indent=2))
+    else:
+        if len(looked_at) > 1:
+            print(f"right: {', '.join(looked_at)}")
+        print(report_output(report))
     return report.exit_code

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from caracal_runtimes.cli.arguments import ep_options
 from caracal_runtimes.cli.progress import ProgressLine
+from caracal_runtimes.errors import InputError
 
 if TYPE_CHECKING:
     from caracal_runtimes.bundle import Bundle
@@ -29,6 +30,8 @@ def chosen(args: argparse.Namespace, bundle: Bundle) -> str:
 
     if args.ep.strip().lower() != AUTO:
         return str(args.ep)
+    if args.fast:
+        raise InputError("--fast: --ep auto measures exact settings; name a provider to run it with its own defaults")
     with ProgressLine() as progress:
         choice = choose(bundle, Settings(threads=args.threads, options=ep_options(args)), progress=progress)
     measured = "as measured before" if choice.cached else "measured now"

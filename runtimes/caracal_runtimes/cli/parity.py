@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
             f"parity: expected one bundle, found {len(args.reports) + 1} arguments; to join reports: caracal parity merge "
             f"A.json B.json"
         )
+    if merging:
+        _check_merging(args)
     if args.json is not None:
         check_writable("--json", args.json, None if merging else args.bundle)
     if args.report is not None:
@@ -127,6 +129,20 @@ def _layers(args: argparse.Namespace, report: ParityReport) -> dict[str, Sequenc
                 # The report stands without its pictures; a provider that cannot show its blocks has its verdict already.
                 print(f"caracal: no error by layer for {row.ep}: {' '.join(str(error).split())}", file=sys.stderr)
     return found
+
+
+def _check_merging(args: argparse.Namespace) -> None:
+    """Joining runs nothing: what would have steered a run is refused, not ignored."""
+    given = {
+        "--ep": args.ep != "cpu", "--ep-option": args.ep_option, "--allow-fallback": args.allow_fallback,
+        "--threads": args.threads, "--fast": args.fast, "--quick": args.quick, "--level": args.level is not None,
+        "--time-limit": args.time_limit is not None, "--memory-limit": args.memory_limit is not None,
+    }  # fmt: skip
+    unused = [flag for flag, there in given.items() if there]
+    if unused:
+        raise InputError(
+            f"parity merge joins reports and runs nothing: {', '.join(unused)} cannot be meant; leave it out"
+        )
 
 
 def _merge(args: argparse.Namespace) -> ParityReport:

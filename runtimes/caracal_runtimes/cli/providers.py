@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from caracal_runtimes.cli.arguments import add_format_argument
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from caracal_runtimes.bundle import Bundle
     from caracal_runtimes.parity_matrix import Limits, detect, detect_all, run_matrix
     from caracal_runtimes.probe import PROBE
-    from caracal_runtimes.providers import Settings, parse
+    from caracal_runtimes.providers import Settings
 
     if not args.time_limit > 0:
         raise InputError(f"--time-limit must be a number of seconds above 0, found {args.time_limit}")
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if args.ep is None:
             found = detect_all()
         else:
-            chosen = [parse(name)[0] for name in args.ep.split(",")]
+            chosen = _chosen(args.ep.split(","))
             found = [(provider, detect(provider)) for provider in chosen]
         rows: dict[str, list[ProviderReport]] = {}
         if not args.no_probe:
@@ -69,9 +70,25 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(_lines(found, rows)))
     ready = [provider.name for provider, detection in found if detection.state == "ready"]
     judged = [row for each in rows.values() for row in each]
-    if not ready:
-        return 3
-    return 1 if any(row.verdict != "PASSED" for row in judged) else 0
+    if any(row.verdict != "PASSED" for row in judged) or any(found_.state == "broken" for _, found_ in found):
+        return 1
+    return 0 if ready else 3
+
+
+def _chosen(names: Sequence[str]) -> list[Provider]:
+    from caracal_runtimes.providers import parse
+
+    found: list[Provider] = []
+    for name in names:
+        provider, device = parse(name)
+        if device is not None:
+            raise InputError(
+                f"--ep: this command looks at providers with all their devices, found the device {device!r:.40}"
+            )
+        if provider in found:
+            raise InputError(f"--ep: {provider.name} is asked for twice")
+        found.append(provider)
+    return found
 
 
 def _entry(provider: Provider, detection: Detection, rows: list[ProviderReport] | None) -> dict[str, Any]:
@@ -127,7 +144,10 @@ def _lines(found: list[tuple[Provider, Detection]], rows: dict[str, list[Provide
     ready = sum(detection.state == "ready" for _, detection in found)
     judged = [row for each in rows.values() for row in each]
     wrong = [row.ep for row in judged if row.verdict != "PASSED"]
-    verdict = "NOT RUN" if not ready else "FAILED" if wrong else "PASSED"
-    probed = f"{len(judged) - len(wrong)} of {len(judged)} probes right" if judged else "nothing was run (--no-probe)"
+    passed = len(judged) - len(wrong)
+    wrong += [f"{provider.name} (broken)" for provider, detection in found if detection.state == "broken"]
+    # Looking alone proves nothing, so it has no verdict but a finding.
+    verdict = "FAILED" if wrong else "PASSED" if judged else "NOT RUN" if not ready else "(looked)"
+    probed = f"{passed} of {len(judged)} probes right" if judged else "nothing was run"
     more = f"  not: {', '.join(wrong)}" if wrong else ""
     return [*lines[1:], "", f"{verdict}  providers  {ready} of {len(found)} ready  {probed}{more}"]

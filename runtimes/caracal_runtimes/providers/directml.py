@@ -33,8 +33,8 @@ class DirectMl(OrtProvider):
         options.enable_mem_pattern = False
 
     def _builtin_devices(self, ort: Any) -> list[str]:
-        # The library numbers DXGI's adapters and names none of them; a number that does not exist fails with 887A0002.
-        return [f"{index}: DXGI adapter {index}" for index in range(4)]
+        listed = [device for device in ort.get_ep_devices() if device.ep_name == self.ort_name]
+        return [f"{index}: {device.device.vendor}" for index, device in enumerate(listed)] or ["0: the first adapter"]
 
 
 PROVIDER = DirectMl()

@@ -18,6 +18,8 @@ class Ggml(OrtProvider):
     extra = "ggml"
     ort_name = "ggml"
     plugin = "onnxruntime_ggml"
+    noisy = True
+    known_options = frozenset({"device", "threads", "partial", "dump"})
     own_environment = "it wants ONNX Runtime before 1.31"
 
     def exact_options(self, settings: Settings) -> dict[str, str]:

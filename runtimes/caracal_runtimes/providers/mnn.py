@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,13 +24,12 @@ from caracal_runtimes.providers.native_session import (
     require,
 )
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
+from caracal_runtimes.providers.quiet import quiet
 from caracal_runtimes.session import Session, default_threads, first_line
 
 # Not the package's command `mnnconvert`: that one installs a package and sends statistics over the network.
 _CONVERT = "import sys, _tools; _tools.mnnconvert(sys.argv)"
 _SECONDS = 600
-
-_stdout = threading.Lock()
 
 
 class MNN(Provider):
@@ -52,7 +47,7 @@ class MNN(Provider):
 
     def detect(self) -> Detection:
         """Looks for the packages."""
-        with _quiet():
+        with quiet():
             return look_for(self, "MNN.nn", "_tools", "onnx.reference")
 
     def applied(self, settings: Settings) -> dict[str, str]:
@@ -74,7 +69,7 @@ class _Session(NativeSession):
         super().__init__(graph, spec, ep, threads, rewrite.input_shapes(self._model))
         self._folder = graph.parent
         self._names = [tensor.name for tensor in spec.outputs]
-        with _quiet():
+        with quiet():
             self._nn, self._expr = load_module("MNN.nn"), load_module("MNN.expr")
             # The loader's own argument for threads is ignored.
             config = {"backend": "CPU", "precision": precision, "numThread": threads}
@@ -94,7 +89,7 @@ class _Session(NativeSession):
                 raise NotRunError(
                     f"provider {self.ep}: MNN cannot convert {self.name}: {_reason(ran.stdout + ran.stderr)}"
                 )
-            with _quiet() as said:
+            with quiet() as said:
                 try:
                     return self._nn.load_module_from_file(
                         str(converted), list(shapes), self._names, runtime_manager=self._manager
@@ -107,7 +102,7 @@ class _Session(NativeSession):
     def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> list[Array]:
         module = self._fixed.get(feeds)
         expr = self._expr
-        with _quiet() as said:
+        with quiet() as said:
             variables = []
             for name, value in feeds.items():
                 if not value.size:
@@ -121,30 +116,6 @@ class _Session(NativeSession):
             if any(value.dtype == object for value in values):
                 raise NotRunError(f"provider {self.ep}: running {self.name} failed: {_reason(said())}")
         return values
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[Callable[[], str]]:
-    """Keeps what the library prints away from standard output, where results go; gives a way to read it."""
-    with _stdout, tempfile.TemporaryFile() as said:
-
-        def read() -> str:
-            said.seek(0)
-            return said.read().decode(errors="replace")
-
-        try:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-            kept = os.dup(1)
-        except (OSError, ValueError):  # there is none, so nothing to keep clean
-            yield read
-            return
-        try:
-            os.dup2(said.fileno(), 1)
-            yield read
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
 
 
 def _reason(said: str) -> str:

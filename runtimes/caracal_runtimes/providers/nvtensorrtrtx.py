@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from caracal_runtimes.providers import nvidia
 from caracal_runtimes.providers.ort_provider import OrtProvider
+from caracal_runtimes.providers.protocol import Settings
 
 
 class NvTensorRtRtx(OrtProvider):
@@ -17,6 +18,10 @@ class NvTensorRtRtx(OrtProvider):
     platforms = ("linux", "win32")
     ort_name = "NvTensorRTRTXExecutionProvider"
     plugin = "onnxruntime_ep_nv_tensorrt_rtx"
+
+    def variables(self, settings: Settings) -> dict[str, str]:
+        """TF32 has no option."""
+        return {} if settings.fast else {"NVIDIA_TF32_OVERRIDE": "0"}
 
     def hardware(self) -> None:
         """NVIDIA's driver and a device."""

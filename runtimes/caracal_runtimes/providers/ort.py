@@ -22,7 +22,6 @@ from caracal_runtimes.session import (
     Placement,
     contiguous,
     default_threads,
-    describe_fallback,
     first_line,
 )
 
@@ -205,10 +204,10 @@ class OrtSession:
         return placement_of(self._path, self.ep, self._ort_name, assigned)
 
     def _check_placement(self) -> None:
-        placement = self.placement()
-        if placement.elsewhere:
+        problem = self.placement().problem()
+        if problem:
             raise PlacementError(
-                f"provider {self.ep} does not run all of {self.name}: {describe_fallback(placement)}; choose another "
+                f"provider {self.ep} does not run all of {self.name}: {problem}; choose another "
                 f"provider, or accept that other providers run these nodes with --allow-fallback"
             )
 

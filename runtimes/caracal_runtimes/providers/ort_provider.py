@@ -20,6 +20,7 @@ from caracal_runtimes.manifest import GraphSpec
 from caracal_runtimes.providers.ort import DeviceMemory, OrtSession, SharedWeights, import_onnxruntime
 from caracal_runtimes.providers.ort_shapes import OrtFixedSession
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
+from caracal_runtimes.providers.quiet import quiet
 from caracal_runtimes.session import Session, check_threads, default_threads, first_line
 
 _SHARED: weakref.WeakValueDictionary[tuple[str, int, int], SharedWeights] = weakref.WeakValueDictionary()
@@ -45,6 +46,7 @@ class OrtProvider(Provider):
         platforms: values of `sys.platform` it exists for; empty for all.
         fixed_shapes: it takes graphs without symbolic axes only, so that there is a session for each set of shapes.
         shares: whether weights can be handed to it where they are mapped.
+        noisy: its library prints to standard output.
         own_environment: why its package cannot be installed beside others; empty where it can.
         device_memory: ONNX Runtime's name of the memory in which the provider computes, where that is not the CPU's and
             values can be made there: of a plugin, as it calls its devices. None leaves all arrays in main memory.
@@ -55,6 +57,7 @@ class OrtProvider(Provider):
     platforms: ClassVar[tuple[str, ...]] = ()
     fixed_shapes: ClassVar[bool] = False
     shares: ClassVar[bool] = False
+    noisy: ClassVar[bool] = False
     own_environment: ClassVar[str] = ""
     device_memory: ClassVar[str | None] = None
 
@@ -114,17 +117,18 @@ class OrtProvider(Provider):
             raise InputError(f"--ep {ep}: {self.name} has the devices {', '.join(names)}, found {settings.device!r}")
 
         def load(dimensions: Mapping[str, int] | None = None) -> OrtSession:
-            return OrtSession(
-                graph,
-                ep,
-                self.ort_name,
-                lambda options: self._configure(options, settings),
-                threads=settings.threads,
-                weights=shared_weights(settings.weights) if self.shares and settings.weights is not None else None,
-                allow_fallback=settings.allow_fallback,
-                dimensions=dimensions,
-                memory=None if self.fixed_shapes else self._memory(settings),
-            )
+            with self._hush():
+                return OrtSession(
+                    graph,
+                    ep,
+                    self.ort_name,
+                    lambda options: self._configure(options, settings),
+                    threads=settings.threads,
+                    weights=shared_weights(settings.weights) if self.shares and settings.weights is not None else None,
+                    allow_fallback=settings.allow_fallback,
+                    dimensions=dimensions,
+                    memory=None if self.fixed_shapes else self._memory(settings),
+                )
 
         if not self.fixed_shapes:
             return load()
@@ -173,6 +177,10 @@ class OrtProvider(Provider):
     def prepare(self, options: Any) -> None:
         """Session options beyond the provider's own."""
 
+    def _hush(self) -> contextlib.AbstractContextManager[object]:
+        """Around what makes its library print."""
+        return quiet() if self.noisy else contextlib.nullcontext()
+
     def _configure(self, options: Any, settings: Settings) -> list[Any] | None:
         ort = import_onnxruntime()
         self.prepare(options)
@@ -218,7 +226,8 @@ class OrtProvider(Provider):
             name = self._ep_name(module)
             if name not in _REGISTERED:
                 library = self._library(module)
-                ort.register_execution_provider_library(name, library)
+                with self._hush():
+                    ort.register_execution_provider_library(name, library)
                 _REGISTERED[name] = library
         except Exception as error:  # noqa: BLE001 - whatever a foreign package does while it loads
             raise NotRunError(f"the plugin {self.plugin} does not load: {first_line(error)}") from None
@@ -267,7 +276,9 @@ class OrtProvider(Provider):
         """
         folder = Path(ort.__file__).parent / "capi"
         stem = self.ort_name.removesuffix("ExecutionProvider").lower()
-        for library in (folder / "libonnxruntime_providers_shared.so", folder / f"libonnxruntime_providers_{stem}.so"):
+        prefix, suffix = ("", ".dll") if sys.platform == "win32" else ("lib", ".so")
+        for name in ("shared", stem):
+            library = folder / f"{prefix}onnxruntime_providers_{name}{suffix}"
             if library.is_file():
                 try:
                     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -28,6 +28,7 @@ class Detection:
             `--ep NAME:`.
         reason: why it is not ready, in one line that names what is missing.
         remedy: what to do about it, as a command where there is one.
+        died: looking for it ended the process that looked.
     """
 
     state: State
@@ -35,6 +36,7 @@ class Detection:
     devices: tuple[str, ...] = ()
     reason: str = ""
     remedy: str = ""
+    died: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,10 @@ class Provider(ABC):
             NotRunError: it is not installed, or does not work here; the message says what to do.
             BundleError: the graph cannot be loaded although the provider works.
         """
+
+    def level_for(self, device: str | None) -> str:
+        """The level that a device is held to: most neural processors compute in half precision whatever they are asked."""
+        return "half" if device is not None and device.upper().startswith("NPU") else self.level
 
     def check(self, settings: Settings) -> None:
         """Refuses an option that the provider does not have: most would ignore it. Raises InputError."""

@@ -20,6 +20,16 @@ class Qnn(OrtProvider):
     ort_name = "QNNExecutionProvider"
     plugin = "onnxruntime_qnn"
     fixed_shapes = True
+    noisy = True
+    known_options = frozenset(
+        {
+            "backend_path", "backend_type", "device_id", "dump_json_qnn_graph", "enable_htp_fp16_precision",
+            "enable_htp_shared_memory_allocator", "enable_htp_spill_fill_buffer", "extended_udma", "htp_arch",
+            "htp_graph_finalization_optimization_mode", "htp_performance_mode", "json_qnn_graph_dir",
+            "offload_graph_io_quantization", "op_packages", "profiling_file_path", "profiling_level",
+            "qnn_context_priority", "rpc_control_latency", "skip_qnn_version_check", "soc_model", "vtcm_mb",
+        }
+    )  # fmt: skip
     level = "half"
 
     def exact_options(self, settings: Settings) -> dict[str, str]:
