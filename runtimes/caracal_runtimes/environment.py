@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from caracal_runtimes.machine import processor
-from caracal_runtimes.providers import all_providers
+from caracal_runtimes.providers import our_providers
 
 
 def environment() -> dict[str, str]:
@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-    for package in dict.fromkeys(package for provider in all_providers() for package in provider.packages):
+    for package in dict.fromkeys(package for provider in our_providers() for package in provider.packages):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     try:

@@ -91,7 +91,8 @@ def run_isolated(
         temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
         with errors.open("wb") as stderr:
             process = subprocess.Popen(  # noqa: S603 - this interpreter, this module
-                [sys.executable, "-m", "caracal_runtimes.isolation", target, str(events)],
+                # -P: a file in the current folder must not stand in for a module.
+                [sys.executable, "-P", "-m", "caracal_runtimes.isolation", target, str(events)],
                 stdin=subprocess.PIPE,
                 stdout=stderr,
                 stderr=stderr,

@@ -17,9 +17,11 @@ def read_report(path: str | Path) -> ParityReport:
     """A report that `caracal parity --json` wrote. Raises InputError naming the file and what is wrong with it."""
     file = Path(path)
     try:
-        if file.stat().st_size > _MOST_BYTES:
+        with file.open("rb") as content:  # which may be a device or a pipe without an end
+            text = content.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
             raise InputError(f"{file} has more than {_MOST_BYTES:,} bytes, which no parity report has")
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise InputError(f"no parity report at {file}") from None
     except OSError as error:

@@ -214,6 +214,8 @@ class ParityReport:
                 f"({FORMAT_VERSION}); make the report again, or update caracal-onnx"
             )
         report = build(cls, data, where)
+        if not report.providers:
+            raise InputError(f"{where}: it has no provider's results; make the report again")
         rows = []
         for index, row in enumerate(report.providers):
             place = f"{where}.providers[{index}]"

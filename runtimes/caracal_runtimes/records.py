@@ -79,11 +79,17 @@ def _parse(kind: Any, data: Any, where: str) -> Any:
         if isinstance(data, str) and data in _NOT_FINITE:
             return float(data)
         if isinstance(data, (int, float)) and not isinstance(data, bool):
-            return float(data)
+            try:
+                return float(data)
+            except OverflowError:
+                raise InputError(f"{where}: expected a number, found an integer that no float holds") from None
         raise _unexpected(where, "a number", data)
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise _unexpected(where, {str: "a string", int: "an integer", bool: "true or false"}[kind], data)
-    return data
+    if kind is int and abs(data) >= 1 << 63:
+        raise InputError(f"{where}: expected an integer of 64 bits, found a larger one")
+    # What ends a line or steers a terminal has no place in a report's words.
+    return "".join(c if c.isprintable() else " " for c in data) if kind is str else data
 
 
 def _describe(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -229,7 +229,11 @@ def _provider_lines(provider: ProviderReport) -> list[str]:
         )
     text = provider.text
     if text is not None:
-        bits = "-" if text.bits_per_byte is None else f"{text.bits_per_byte:.6f} bits per byte, {text.difference:+.1e}"
+        bits = (
+            "-"
+            if text.bits_per_byte is None or text.difference is None
+            else f"{text.bits_per_byte:.6f} bits per byte, {text.difference:+.1e}"
+        )
         lines.append(
             f"{text.name}: {bits} over {text.tokens} tokens  {text.verdict}"
             + (f"  {text.reason}" if text.reason else "")

@@ -43,7 +43,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """V 320, D 48, 3 layers (MHF, MHF, SWA), 4 heads, window 8, byte-level BPE; `<|endoftext|>` is id 0."""
     import caracal_export
     import torch
-    from caracal_export import export_checkpoint
+    from caracal_export import export_checkpoint, goldens
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     from caracal import CaracalConfig, CaracalModel, save_checkpoint
@@ -76,9 +76,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
                 gain = 1.6 if name.endswith(("q_proj.weight", "k_proj.weight")) else 0.4
                 parameter.copy_(gain * noise / parameter[0].numel() ** 0.5)
     save_checkpoint(model, folder / "checkpoint", tokenizer_file=folder / "tokenizer.json")
+    # Other tests of the same process may export with shorter ones.
+    kept, goldens.GREEDY_TOKENS = goldens.GREEDY_TOKENS, 128
     export_checkpoint(folder / "checkpoint", folder / "bundle", threads=1, lags=LAGS)
     shipped = Path(caracal_export.__file__).parent / "checkpoints" / "kjv"
     export_checkpoint(shipped, folder / "shipped", verify=False)
+    goldens.GREEDY_TOKENS = kept
     return Exported(folder / "checkpoint", folder / "bundle", folder / "shipped")
 
 

@@ -100,7 +100,7 @@ def test_the_command_prints_a_table_and_writes_json(
         (("-n", "0"), "--new-tokens"),
         (("--batch", "-2"), "--batch"),
         (("--json", "/nowhere/at/all.json"), "--json"),
-        (("--ep", "cuda"), "--ep"),
+        (("--ep", "cdua"), "--ep"),
         (("--ep-option", "a=b"), "--ep-option"),
         (("--threads", "-1"), "--threads"),
     ],

@@ -563,13 +563,15 @@ class TestUsage:
     def test_commands_come_in_the_order_of_a_first_use(self, caracal: Caracal) -> None:
         lines = caracal("--help").out.splitlines()
         names = [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "]
-        assert [name for name in names if name != "COMMAND"][:7] == [
+        assert [name for name in names if name != "COMMAND"][:9] == [
             "demo",
             "export",
             "info",
+            "providers",
             "generate",
             "score",
             "parity",
+            "bisect",
             "bench",
         ]
 
@@ -633,7 +635,7 @@ class TestProcess:
         error = process.stderr.read().decode()
         process.stderr.close()
         process.wait(timeout=60)
-        assert [line for line in error.splitlines() if line != "comparing ..."] == []
+        assert [line for line in error.splitlines() if line != "cpu (1 of 1) ..."] == []
 
     @pytest.mark.skipif(sys.platform == "win32", reason="file descriptors of POSIX")
     def test_no_standard_output_at_all(self, exported: Any) -> None:

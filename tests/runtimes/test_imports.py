@@ -116,7 +116,8 @@ def test_the_command_line_says_it_in_one_line(exported: Any, blocked: str, argv:
 
 
 def test_parity_without_onnxruntime_did_not_run(exported: Any) -> None:
-    code = "from caracal_runtimes.cli import main\nprint(main(sys.argv[2:]))"
+    # Progress goes to standard error, which has to be empty here.
+    code = "import os\nfrom caracal_runtimes.cli import main\nsys.stderr = open(os.devnull, 'w')\nprint(main(sys.argv[2:]))"
     lines = python(code, "parity", str(exported.bundle), blocked=["onnxruntime"]).splitlines()
     assert lines[0].startswith("NOT RUN  parity matmul float32 on cpu  running a bundle needs ONNX Runtime")
     assert lines[-1] == "3"

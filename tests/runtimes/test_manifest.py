@@ -58,6 +58,7 @@ VALID: dict[str, Any] = {
         "reference": "PyTorch",
         "cases": [{"name": "one", "batch": 1, "length": 2, "columns": False}],
         "greedy": [{"name": "greedy", "prompt_length": 1, "new_tokens": 32}],
+        "text": {"name": "text", "tokens": 5, "bytes": 9},
     },
     "files": {
         name: {"bytes": 7, "sha256": HASH}

@@ -44,6 +44,7 @@ __all__ = [
     "Settings",
     "State",
     "all_providers",
+    "our_providers",
     "parse",
     "provider",
 ]
@@ -54,7 +55,10 @@ def provider(name: str) -> Provider:
     wanted = name.strip().lower()
     if wanted in MODULES:
         return _load(wanted)
-    for each in all_providers():
+    for each in our_providers():
+        if wanted in each.aliases:
+            return each
+    for each in _foreign():
         if wanted == each.name or wanted in each.aliases:
             return each
     names = ", ".join(each.name for each in all_providers())
@@ -69,9 +73,14 @@ def parse(ep: str) -> tuple[Provider, str | None]:
     return provider(name), device.strip() or None
 
 
+def our_providers() -> list[Provider]:
+    """Those that this distribution has, in the order of `NAMES`."""
+    return [_load(name) for name in NAMES]
+
+
 def all_providers() -> list[Provider]:
     """All of them: ours in the order of `NAMES`, then those of other distributions."""
-    return [*(_load(name) for name in NAMES), *_foreign()]
+    return [*our_providers(), *_foreign()]
 
 
 def _load(name: str) -> Provider:
@@ -84,8 +93,13 @@ def _foreign() -> tuple[Provider, ...]:
     for entry in entry_points(group=GROUP):
         try:
             loaded = entry.load()
-        except Exception as error:  # noqa: BLE001 - whatever a foreign package does while it loads
-            raise InputError(f"the provider {entry.name} of another package does not load: {error}") from None
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a foreign package does while it loads
+            home = getattr(entry, "dist", None)
+            package = f" {home.name}" if home is not None else ""
+            raise InputError(
+                f"the provider {entry.name} of another package does not load: {error or type(error).__name__}; remove the "
+                f"package{package}, or mend it"
+            ) from None
         if not isinstance(loaded, Provider) or loaded.name in MODULES or loaded.name in found:
             raise InputError(f"the provider {entry.name} of another package must be a Provider with a name of its own")
         found[loaded.name] = loaded

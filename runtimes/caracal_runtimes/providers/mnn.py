@@ -80,7 +80,7 @@ class _Session(NativeSession):
         with rewrite.RewrittenFile(rewrite.fix_shapes(self._model, shapes), self._folder, self.name) as file:
             converted = file.folder / "graph.mnn"
             arguments = ["-f", "ONNX", "--modelFile", str(file.path), "--MNNModel", str(converted), "--bizCode", "x"]
-            command = [sys.executable, "-c", _CONVERT, *arguments]
+            command = [sys.executable, "-P", "-c", _CONVERT, *arguments]
             ran = subprocess.run(  # noqa: S603 - this interpreter, with files of our own
                 command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
             )
