@@ -68,6 +68,7 @@ def verify(model: CaracalModel, bundle: Path, *, threads: int, progress: Progres
         raise NotRunError(f"export: the bundle could not be verified, nothing was written (--no-verify skips): {line}")
     progress("verifying: the step of a state on a device", 0, 1)
     _check_resident_step(opened, threads)
+    progress("verifying: the step of a state on a device", 1, 1)
     return found
 
 

@@ -248,9 +248,10 @@ def test_dft_at_the_last_opset_passes(caracal: Callable[..., Ran], checkpoint: P
 
 @pytest.mark.slow
 def test_another_process_writes_the_same_bundle(
-    checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command as installed, under another hash seed: the verdict last, and files equal to the byte."""
+    monkeypatch.setattr("caracal_export.goldens.GREEDY_TOKENS", 128)  # as the other process has it
     here = export_checkpoint(checkpoint, tmp_path_factory.mktemp("here") / "out", threads=1).path
     done = subprocess.run(
         [

@@ -206,11 +206,14 @@ def _signs(graph: onnx.ModelProto) -> list[tuple[int, str]]:
         if node.op_type == "Neg":
             found.append((index, "Identity"))
         elif node.op_type == "Sub" and all(name in producer and producer[name].op_type == "Mul" for name in node.input):
+            parts = [producer[name] for name in producer[node.input[1]].input if name in producer]
+            if any(part.op_type == "Div" and part.input[0] == node.input[0] for part in parts):
+                continue  # a remainder: with the other sign it names the same root, one period later
             found.append((index, "Add"))  # of two products: a complex one, or an angle reduced to its quarter
     return found
 
 
-@pytest.mark.parametrize(("mixing", "signs"), [("matmul", 16), ("dft", 1)])
+@pytest.mark.parametrize(("mixing", "signs"), [("matmul", 10), ("dft", 1)])
 def test_one_wrong_sign_fails_the_comparison(
     conv_graphs: dict[str, onnx.ModelProto], relative_l2: Callable[..., float], mixing: str, signs: int
 ) -> None:
@@ -317,9 +320,9 @@ def test_pairs_do_not_wrap_around(pairs: dict[tuple[str, str], dict[str, Run]], 
 @pytest.mark.parametrize(
     ("mixing", "form", "signs"),
     [
-        ("matmul", "square", 17),
-        ("matmul", "short", 17),
-        ("matmul", "long", 26),
+        ("matmul", "square", 11),
+        ("matmul", "short", 11),
+        ("matmul", "long", 20),
         ("dft", "square", 2),
         ("dft", "short", 2),
         ("dft", "long", 2),
