@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from caracal_runtimes.errors import BundleError
+
+if TYPE_CHECKING:  # describing a file needs no numpy, which takes a tenth of a second to load
+    from numpy.typing import NDArray
 
 _DTYPES = {
     "F64": "<f8",
@@ -85,6 +85,8 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor, read-only; BF16 comes widened to float32. Raises BundleError when there is no such name."""
+        import numpy as np
+
         entry = self.entries.get(name)
         if entry is None:
             raise BundleError(f"{self.path.name} has no tensor {name!r}")
@@ -102,6 +104,8 @@ class SafetensorsFile:
 
 def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
     """Writes float32 and int64 tensors as a safetensors file. Raises OSError."""
+    import numpy as np
+
     names = {np.dtype("<f4"): "F32", np.dtype("<i8"): "I64"}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     place = 0
@@ -133,7 +137,7 @@ def _entry(file: str, name: str, value: object, start: int, data_bytes: int) -> 
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise BundleError(f"{wrong} has no valid shape and data_offsets")
     begin, end = offsets
-    width = 2 if dtype == _BFLOAT16 else np.dtype(_DTYPES[dtype]).itemsize
+    width = 2 if dtype == _BFLOAT16 else int(_DTYPES[dtype].lstrip("<?iuf") or 1)
     if not begin <= end <= data_bytes or end - begin != math.prod(shape) * width:
         raise BundleError(f"{wrong} points outside the file or does not match its shape; the file may be cut short")
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
