@@ -59,6 +59,7 @@ class Scene:
     level: float
     say: Say = print
     notes: list[str] = field(default_factory=list)
+    reason: str = ""  # in the runtime's words, where the failure is that it does not run
 
     def name(self, index: int) -> NodeName:
         """What to call a node."""
@@ -496,7 +497,7 @@ class _Ends:
         return self.side.run([workshop.job(model, [workshop.save(needed)])])[0]
 
     def _same(self, result: Result) -> bool:
-        return result.death == self.scene.failure
+        return result.death == self.scene.failure and _gist(result.reason) == _gist(self.scene.reason)
 
     def _first(self, lengths: Sequence[int]) -> int | None:
         """The first of some beginnings that fails in the same way; shorter ones are run before it in the same process."""
@@ -517,6 +518,11 @@ class _Ends:
             )
             start += len(results)
         return None
+
+
+def _gist(reason: str) -> str:
+    """How a reason begins, without what differs from graph to graph: another complaint is another failure."""
+    return " ".join(word for word in reason.split() if not any(c.isdigit() for c in word))[:48]
 
 
 def _worst(errors: Sequence[OwnError]) -> float:

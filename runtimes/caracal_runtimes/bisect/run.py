@@ -211,6 +211,7 @@ class _Bisection:
             self.level,
             self.say,
             self.notes,
+            seen.reason,
         )
         try:
             finding = self._placement(scene, misplaced) if seen.failure == "placement" else locate(scene)
