@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from caracal_runtimes.bisect.compare import Difference, Statistics
 from caracal_runtimes.bisect.layers import LayerError
+from caracal_runtimes.parity_report import EXIT_CODES, Verdict
+from caracal_runtimes.records import jsonable
 
-Verdict = Literal["PASSED", "FAILED", "NOT RUN"]
 #: How a provider can fail. numbers, nan, shape: what it computes; load, raised, crash, hang, memory: how it ends;
 #: placement: it is right, but another provider computed.
 Failure = Literal["numbers", "nan", "shape", "load", "raised", "crash", "hang", "memory", "placement"]
 #: alone: the node fails by itself; context: only among others; looking: it goes when the values in question are looked
 #: at, so that there is a region instead of a node; accumulated: no node is beyond its level, all together are.
 Where = Literal["alone", "context", "looking", "accumulated"]
-EXIT_CODES: dict[Verdict, int] = {"PASSED": 0, "FAILED": 1, "NOT RUN": 3}
 
 
 @dataclass(frozen=True)
@@ -134,15 +132,5 @@ class BisectReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON; infinities and NaN become strings, which JSON has no numbers for."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = jsonable(asdict(self))
         return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value

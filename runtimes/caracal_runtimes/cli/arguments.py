@@ -109,12 +109,7 @@ def check_writable(flag: str, path: str, bundle: str | None) -> None:
         inside = bundle is not None and not wrong and Path(bundle).resolve() in target.resolve().parents
     except (OSError, ValueError):
         wrong, inside = True, False
-    if inside:
-        raise InputError(
-            f"{flag}: {path[:60]!r} lies in the bundle, whose files must stay as they are; choose another place"
-        )
-    if wrong:
-        raise InputError(f"{flag}: expected a file in a folder that exists, found {path[:60]!r}")
+    _refuse_place(flag, path, "a file in a folder that exists", inside=inside, wrong=wrong)
 
 
 def check_folder(flag: str, path: str, bundle: str | None) -> None:
@@ -133,12 +128,16 @@ def check_folder(flag: str, path: str, bundle: str | None) -> None:
         )
     except (OSError, ValueError):
         wrong, inside = True, False
+    _refuse_place(flag, path, "a folder, or a place where one can be made", inside=inside, wrong=wrong)
+
+
+def _refuse_place(flag: str, path: str, expected: str, *, inside: bool, wrong: bool) -> None:
     if inside:
         raise InputError(
             f"{flag}: {path[:60]!r} lies in the bundle, whose files must stay as they are; choose another place"
         )
     if wrong:
-        raise InputError(f"{flag}: expected a folder, or a place where one can be made, found {path[:60]!r}")
+        raise InputError(f"{flag}: expected {expected}, found {path[:60]!r}")
 
 
 def write_whole(flag: str, name: str, text: str) -> None:
