@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.environment import environment
@@ -23,6 +21,7 @@ from caracal_runtimes.parity_matrix import ALL, Limits, detect, run_matrix
 from caracal_runtimes.parity_report import ParityReport, ProviderReport
 from caracal_runtimes.providers import Settings, parse
 from caracal_runtimes.records import build, jsonable
+from caracal_runtimes.whole_file import replacing
 
 AUTO = "auto"
 _LIMITS = Limits(seconds=60.0)
@@ -156,13 +155,7 @@ def _write(file: Path, choice: Choice) -> None:
     """Keeps a choice where it can be kept; a read-only home only costs measuring again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
-            temporary.write(json.dumps(_kept(choice)))
-        Path(temporary.name).replace(file)
+        with replacing(file) as place:
+            place.write_text(json.dumps(jsonable(asdict(choice))), encoding="utf-8")
     except OSError:
         return
-
-
-def _kept(choice: Choice) -> Mapping[str, Any]:
-    kept: Mapping[str, Any] = jsonable(asdict(choice))
-    return kept

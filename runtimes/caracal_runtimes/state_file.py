@@ -12,11 +12,9 @@ and `rows`: JSON with what is not a tensor. Tensors of row i, all float32 but th
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from caracal_runtimes.history import History
 from caracal_runtimes.safetensors_file import SafetensorsFile, write_safetensors
 from caracal_runtimes.sampling import Generator
 from caracal_runtimes.schedule import ALONE, SETTLED, Schedule
+from caracal_runtimes.whole_file import replacing
 
 FORMAT, VERSION = "caracal-state", 1
 
@@ -63,23 +62,15 @@ def save(path: Path, bundle_id: str, rows: Sequence[Row], progress: Progress) ->
         "sha256": _digest(tensors, data),
         "rows": json.dumps(data),
     }
-    temporary = path
     try:
         if not path.name:
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         path = path.resolve()  # a link stays a link
-        if not path.exists() or path.is_file():  # else a pipe or a device, which is written as it is
-            temporary = path.parent / f".{path.name[:40]}.{os.getpid()}.tmp"  # shorter than the longest name there is
-        write_safetensors(temporary, tensors, metadata)
-        if temporary != path:
-            temporary.replace(path)
+        with replacing(path) as place:
+            write_safetensors(place, tensors, metadata)
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"state: {str(path)[:200]!r} cannot be written ({reason})") from None
-    finally:
-        if temporary != path:
-            with contextlib.suppress(OSError, ValueError):
-                temporary.unlink()
 
 
 def load(path: Path, bundle_id: str, graphs: DecodeGraphs) -> tuple[list[Row], Progress]:

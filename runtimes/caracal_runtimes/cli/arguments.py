@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from caracal_runtimes.errors import InputError
+from caracal_runtimes.whole_file import replacing
 
 _MAX_TEXT = 1 << 28  # bytes; a device or a pipe may have no end
 
@@ -147,15 +147,10 @@ def write_whole(flag: str, name: str, text: str) -> None:
     """
     sys.stdout.flush()
     path = Path(name)
-    as_it_is = path.exists() and not path.is_file()  # a pipe or a device
-    temporary = path if as_it_is else path.with_name(f".{path.name[:40]}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        if temporary != path:
-            temporary.replace(path)
+        with replacing(path) as place:
+            place.write_text(text, encoding="utf-8")
     except OSError as error:
-        if temporary != path:
-            temporary.unlink(missing_ok=True)
         raise InputError(f"{flag}: {path} cannot be written ({error.strerror}); the result stands above") from None
 
 

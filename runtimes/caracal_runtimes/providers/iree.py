@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,11 +22,9 @@ from caracal_runtimes.providers.fixed_shapes import FixedShapes
 from caracal_runtimes.providers.native_session import (
     Array,
     NativeSession,
-    ep_name,
     load_module,
     look_for,
     narrow_integers,
-    require,
 )
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
 from caracal_runtimes.session import Session, default_threads
@@ -78,8 +77,8 @@ class IREE(Provider):
 
     def open(self, graph: Path, spec: GraphSpec, settings: Settings) -> Session:
         """Loads a graph. Raises as the protocol says."""
-        threads, device = require(self, settings)
-        return _Session(graph, spec, ep_name(self, settings), threads, device)
+        threads, device = self.ready(settings)
+        return _Session(graph, spec, self.ep(settings), threads, device)
 
 
 @dataclass(frozen=True)
@@ -173,6 +172,7 @@ def _config(threads: int) -> Any:
     return runtime.Config(device=device)
 
 
+@lru_cache(maxsize=1)  # asking starts a process, and every graph that is opened asks
 def _vulkan_devices() -> tuple[str, ...]:
     """`vulkan` with the name of the device that the loader puts first, if there is one."""
     tool = str(Path(load_module("iree._runtime.libs").library_path) / "iree-run-module")

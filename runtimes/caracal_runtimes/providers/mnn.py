@@ -17,11 +17,9 @@ from caracal_runtimes.providers.fixed_shapes import FixedShapes
 from caracal_runtimes.providers.native_session import (
     Array,
     NativeSession,
-    ep_name,
     load_module,
     look_for,
     narrow_integers,
-    require,
 )
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
 from caracal_runtimes.providers.quiet import quiet
@@ -59,8 +57,8 @@ class MNN(Provider):
 
     def open(self, graph: Path, spec: GraphSpec, settings: Settings) -> Session:
         """Loads a graph. Raises as the protocol says."""
-        threads, _ = require(self, settings)
-        return _Session(graph, spec, ep_name(self, settings), threads, self.applied(settings)["precision"])
+        threads, _ = self.ready(settings)
+        return _Session(graph, spec, self.ep(settings), threads, self.applied(settings)["precision"])
 
 
 class _Session(NativeSession):

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from caracal_runtimes.errors import InputError, NotRunError, RuntimeToolError
 from caracal_runtimes.manifest import GraphSpec
 from caracal_runtimes.providers.fixed_shapes import axis_size, checked_inputs
-from caracal_runtimes.providers.protocol import Detection, Provider, Settings
-from caracal_runtimes.session import Binding, CopyBinding, Placement, check_threads, default_threads, first_line
+from caracal_runtimes.providers.protocol import Detection, Provider
+from caracal_runtimes.session import Binding, CopyBinding, Placement, first_line
 
 Array = NDArray[Any]
 
@@ -127,36 +127,6 @@ def load_module(name: str) -> Any:
         return importlib.import_module(name)
 
 
-def require(provider: Provider, settings: Settings) -> tuple[int, str]:
-    """Checks settings against what a provider has, and that it can be used.
-
-    Args:
-        provider: the provider.
-        settings: the user's.
-
-    Returns:
-        The number of threads, and the device's name as the provider spells it, its default where none is asked for; an
-        empty name if it has but one.
-
-    Raises:
-        InputError: an unknown device or option, or a bad number of threads.
-        NotRunError: it is not installed or broken.
-    """
-    check_threads(settings.threads)
-    provider.check(settings)
-    found = provider.detect()
-    if found.state != "ready":
-        remedy = f"; {found.remedy}" if found.remedy else ""
-        raise NotRunError(f"provider {provider.name}: {found.reason}{remedy}")
-    devices = [device.split(":")[0] for device in found.devices]
-    wanted = devices[0] if settings.device is None and devices else settings.device or ""
-    for device in devices or [""]:
-        if device.lower() == wanted.lower():
-            return settings.threads or default_threads(), device
-    has = f"has {', '.join(devices)} as devices" if devices else "has no devices to choose from"
-    raise InputError(f"--ep: provider {provider.name} {has}, found {wanted!r:.60}")
-
-
 def narrow_integers(ep: str, name: str, value: Array) -> Array:
     """An input for a runtime whose integers have 32 bits. Raises NotRunError where that would change them."""
     if value.dtype != np.int64:
@@ -165,8 +135,3 @@ def narrow_integers(ep: str, name: str, value: Array) -> Array:
     if not np.array_equal(narrow, value):
         raise NotRunError(f"provider {ep}: it computes with integers of 32 bits, found larger ones in {name}")
     return narrow
-
-
-def ep_name(provider: Provider, settings: Settings) -> str:
-    """The provider's name, with the device where one was asked for."""
-    return provider.name if settings.device is None else f"{provider.name}:{settings.device}"

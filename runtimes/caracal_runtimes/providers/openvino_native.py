@@ -12,7 +12,7 @@ import numpy as np
 from caracal_runtimes.errors import BundleError, InputError, NotRunError
 from caracal_runtimes.manifest import GraphSpec
 from caracal_runtimes.providers.fixed_shapes import FixedShapes
-from caracal_runtimes.providers.native_session import Array, NativeSession, ep_name, load_module, look_for, require
+from caracal_runtimes.providers.native_session import Array, NativeSession, load_module, look_for
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
 from caracal_runtimes.session import Placement, Session, default_threads, first_line
 
@@ -62,7 +62,7 @@ class OpenVINONative(Provider):
 
     def open(self, graph: Path, spec: GraphSpec, settings: Settings) -> Session:
         """Loads a graph. Raises as the protocol says."""
-        threads, device = require(self, settings)
+        threads, device = self.ready(settings)
         core = load_module("openvino").Core()
         known = core.get_property(device, "SUPPORTED_PROPERTIES")
         for option in settings.options:
@@ -73,7 +73,7 @@ class OpenVINONative(Provider):
             model = core.read_model(str(graph))
         except Exception as error:  # noqa: BLE001 - the package raises RuntimeError for everything
             raise BundleError(f"{graph.name} cannot be read by OpenVINO: {_reason(error)}") from None
-        return _Session(graph, spec, ep_name(self, settings), threads, core, model, device, self.applied(settings))
+        return _Session(graph, spec, self.ep(settings), threads, core, model, device, self.applied(settings))
 
 
 class _Session(NativeSession):

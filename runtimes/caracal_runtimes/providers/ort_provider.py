@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
-import os
 import sys
 import weakref
 from collections.abc import Mapping
@@ -15,13 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from caracal_runtimes.errors import InputError, NotRunError
+from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.manifest import GraphSpec
 from caracal_runtimes.providers.ort import DeviceMemory, OrtSession, SharedWeights, import_onnxruntime
 from caracal_runtimes.providers.ort_shapes import OrtFixedSession
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
 from caracal_runtimes.providers.quiet import quiet
-from caracal_runtimes.session import Session, check_threads, default_threads, first_line
+from caracal_runtimes.session import Session, first_line
 
 _SHARED: weakref.WeakValueDictionary[tuple[str, int, int], SharedWeights] = weakref.WeakValueDictionary()
 _REGISTERED: dict[str, str] = {}  # plugin's provider name -> library, for this process
@@ -103,18 +102,8 @@ class OrtProvider(Provider):
 
     def open(self, graph: Path, spec: GraphSpec, settings: Settings) -> Session:
         """Loads a graph. See `Provider.open`."""
-        check_threads(settings.threads)
-        self.check(settings)
-        os.environ.update(self.variables(settings))  # before its library is loaded, which may read them once
-        found = self.detect()
-        ep = f"{self.name}:{settings.device}" if settings.device else self.name
-        if found.state != "ready":
-            raise NotRunError(
-                f"provider {ep} does not work here: {found.reason}" + (f"; {found.remedy}" if found.remedy else "")
-            )
-        names = [device.partition(":")[0] for device in found.devices]
-        if settings.device is not None and settings.device.lower() not in (name.lower() for name in names):
-            raise InputError(f"--ep {ep}: {self.name} has the devices {', '.join(names)}, found {settings.device!r}")
+        threads, _ = self.ready(settings)
+        ep = self.ep(settings)
 
         def load(dimensions: Mapping[str, int] | None = None) -> OrtSession:
             with self._hush():
@@ -132,7 +121,7 @@ class OrtProvider(Provider):
 
         if not self.fixed_shapes:
             return load()
-        return OrtFixedSession(graph.name, ep, settings.threads or default_threads(), spec, load)
+        return OrtFixedSession(graph.name, ep, threads, spec, load)
 
     def applied(self, settings: Settings) -> dict[str, str]:
         """The options that a session with these settings gets."""

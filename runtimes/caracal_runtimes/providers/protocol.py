@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from caracal_runtimes.errors import InputError
+from caracal_runtimes.errors import InputError, NotRunError
 from caracal_runtimes.manifest import GraphSpec
-from caracal_runtimes.session import Session
+from caracal_runtimes.session import Session, check_threads, default_threads
 
 #: ready: installed, and a device is there; missing: `remedy` installs it; broken: installed, and something is wrong with
 #: the installation; impossible: not on this machine, whatever is installed.
@@ -127,6 +128,36 @@ class Provider(ABC):
         Where it is not None, `open` gives sessions that are `caracal_runtimes.session.DeviceSession`s.
         """
         return None
+
+    def ep(self, settings: Settings) -> str:
+        """The provider's name, with the device where one was asked for."""
+        return self.name if settings.device is None else f"{self.name}:{settings.device}"
+
+    def ready(self, settings: Settings) -> tuple[int, str]:
+        """Checks settings against what the provider has, and that it can be used.
+
+        Returns:
+            The number of threads, and the device's name as the provider spells it, its default where none is asked for;
+            an empty name if it has but one.
+
+        Raises:
+            InputError: an unknown device or option, or a bad number of threads.
+            NotRunError: it is not installed or broken.
+        """
+        check_threads(settings.threads)
+        self.check(settings)
+        os.environ.update(self.variables(settings))  # before its library is loaded, which may read them once
+        found = self.detect()
+        if found.state != "ready":
+            remedy = f"; {found.remedy}" if found.remedy else ""
+            raise NotRunError(f"provider {self.ep(settings)} does not work here: {found.reason}{remedy}")
+        devices = [device.partition(":")[0] for device in found.devices]
+        wanted = devices[0] if settings.device is None and devices else settings.device or ""
+        for device in devices or [""]:
+            if device.lower() == wanted.lower():
+                return settings.threads or default_threads(), device
+        has = f"has the devices {', '.join(devices)}" if devices else "has no devices to choose from"
+        raise InputError(f"--ep: provider {self.name} {has}, found {wanted!r:.60}")
 
     def matrix_devices(self, detection: Detection) -> tuple[str, ...]:
         """Devices that a comparison of everything runs one by one, since each has kernels of its own; none: the default."""

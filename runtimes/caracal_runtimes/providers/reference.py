@@ -11,7 +11,7 @@ import numpy as np
 from caracal_runtimes.errors import BundleError
 from caracal_runtimes.manifest import GraphSpec
 from caracal_runtimes.providers import rewrite
-from caracal_runtimes.providers.native_session import Array, NativeSession, ep_name, load_module, look_for, require
+from caracal_runtimes.providers.native_session import Array, NativeSession, load_module, look_for
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
 from caracal_runtimes.session import Session, first_line
 
@@ -36,7 +36,7 @@ class Reference(Provider):
 
     def open(self, graph: Path, spec: GraphSpec, settings: Settings) -> Session:
         """Loads a graph. Raises as the protocol says."""
-        threads, _ = require(self, settings)
+        threads, _ = self.ready(settings)
         model = rewrite.load(graph)
         shapes = rewrite.input_shapes(model)
         try:
@@ -47,7 +47,7 @@ class Reference(Provider):
             raise BundleError(
                 f"{graph.name} could not be loaded by the ONNX reference evaluator: {first_line(error)}"
             ) from None
-        return _Session(graph, spec, ep_name(self, settings), threads, shapes, evaluator)
+        return _Session(graph, spec, self.ep(settings), threads, shapes, evaluator)
 
 
 class _Session(NativeSession):

@@ -10,7 +10,7 @@ from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.manifest import GraphSpec
 from caracal_runtimes.providers import rewrite
 from caracal_runtimes.providers.fixed_shapes import FixedShapes
-from caracal_runtimes.providers.native_session import Array, NativeSession, ep_name, load_module, look_for, require
+from caracal_runtimes.providers.native_session import Array, NativeSession, load_module, look_for
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
 from caracal_runtimes.session import Session, first_line
 
@@ -38,8 +38,8 @@ class Tract(Provider):
 
     def open(self, graph: Path, spec: GraphSpec, settings: Settings) -> Session:
         """Loads a graph. Raises as the protocol says."""
-        require(self, settings)
-        return _Session(graph, spec, ep_name(self, settings))
+        self.ready(settings)
+        return _Session(graph, spec, self.ep(settings))
 
 
 class _Session(NativeSession):

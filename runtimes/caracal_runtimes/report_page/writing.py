@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.report_page.charts import LayerError
 from caracal_runtimes.report_page.markdown import to_markdown
 from caracal_runtimes.report_page.page import to_html
+from caracal_runtimes.whole_file import replacing
 
 FILES = ("index.html", "parity.md", "parity.json")
 
@@ -44,18 +44,10 @@ def write_report(
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / name for name in FILES]
         for path, text in zip(paths, texts, strict=True):
-            _replace(path, text)
+            with replacing(path) as place:
+                # A name from a file system may hold what is no character.
+                place.write_bytes(text.encode("utf-8", "replace"))
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"report: {str(folder)[:200]!r} cannot be written ({reason})") from None
     return paths
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # A name from a file system may hold what is no character.
-        temporary.write_bytes(text.encode("utf-8", "replace"))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
