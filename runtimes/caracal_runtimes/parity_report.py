@@ -95,6 +95,7 @@ class ProviderReport:
         machine: index into the report's machines.
         quick: only few of the goldens were compared.
         note: what a reader should know besides, and no verdict depends on.
+        unchecked: the bundle's files were not compared with their hashes before.
     """
 
     ep: str
@@ -120,6 +121,7 @@ class ProviderReport:
     machine: int = 0
     quick: bool = False
     note: str = ""
+    unchecked: bool = False
 
     @property
     def results(self) -> list[CaseResult | GreedyResult | TextResult]:

@@ -62,6 +62,8 @@ def overall_line(report: ParityReport) -> str:
     more = f"  not: {', '.join(wrong)}" if wrong else ""
     quick = [_name(row) for row in rows if row.quick]
     more += f"  quick, not all goldens: {', '.join(quick)}" if quick else ""
+    unchecked = [_name(row) for row in rows if row.unchecked]
+    more += f"  unchecked, hashes not compared: {', '.join(unchecked)}" if unchecked else ""
     loose = [f"{_name(row)} {row.level}" for row in rows if row.level != "strict"]
     more += f"  level: {', '.join(loose)}, else strict" if loose else ""
     return f"{report.verdict}  parity {report.mixing} {report.precision} on {len(rows)} providers  {figure}  {', '.join(counts)}{more}"
@@ -70,6 +72,7 @@ def overall_line(report: ParityReport) -> str:
 def verdict_line(report: ParityReport, provider: ProviderReport) -> str:
     """`PASSED|FAILED|NOT RUN  what  figure  limit`, one line; brackets around what is shown and not judged."""
     what = f"parity {report.mixing} {report.precision} on {_name(provider)}"
+    what += " (unchecked: hashes not compared)" if provider.unchecked else ""
     verdict = f"({provider.verdict})" if provider.mode == "fast" else provider.verdict
     worst = provider.worst
     results = provider.results

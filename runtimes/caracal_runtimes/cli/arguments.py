@@ -25,6 +25,16 @@ def add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_provider_arguments(parser)
     parser.add_argument("--fast", action="store_true", help="the provider's own defaults instead of exact float32")
+    add_no_check_argument(parser)
+
+
+def add_no_check_argument(parser: argparse.ArgumentParser) -> None:
+    """`--no-check`."""
+    parser.add_argument(
+        "--no-check",
+        action="store_true",
+        help="do not compare the bundle's files with their hashes; an altered file goes unnoticed",
+    )
 
 
 def add_provider_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,9 +61,9 @@ def ep_options(args: argparse.Namespace) -> dict[str, str]:
     for item in args.ep_option:
         key, equals, value = item.partition("=")
         if not equals or not key:
-            raise InputError(f"--ep-option must look like KEY=VALUE, found {item!r}")
+            raise InputError(f"--ep-option must look like KEY=VALUE, found {item[:40]!r}")
         if key in options:
-            raise InputError(f"--ep-option: {key} is given twice")
+            raise InputError(f"--ep-option: {key[:40] if key.isprintable() else ascii(key[:40])} is given twice")
         options[key] = value
     return options
 

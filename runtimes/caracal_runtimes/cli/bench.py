@@ -15,7 +15,7 @@ from caracal_runtimes.cli.arguments import (
     parse_ids,
     write_whole,
 )
-from caracal_runtimes.cli.opening import open_model
+from caracal_runtimes.cli.opening import open_bundle, open_model
 from caracal_runtimes.cli.progress import ProgressLine
 
 HELP = "time prefill and decode"
@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     from caracal_runtimes.bench import BenchOptions, run_bench
-    from caracal_runtimes.bundle import Bundle
     from caracal_runtimes.decode_state import CHUNK
     from caracal_runtimes.report import bench_table
 
@@ -52,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json is not None:
         check_writable("--json", args.json, args.bundle)
-    bundle = Bundle.open(args.bundle)
+    bundle = open_bundle(args)
     model = open_model(args, bundle)
     with ProgressLine() as progress:
         report = run_bench(bundle, options, model=model, progress=progress)
-    text = json.dumps(report.to_dict(), indent=2)
+    text = json.dumps({**report.to_dict(), "unchecked": args.no_check}, indent=2)
     print(text if args.format == "json" else bench_table(report))
     if args.json is not None:
         write_whole("--json", args.json, text + "\n")

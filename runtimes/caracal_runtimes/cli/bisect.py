@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, check_folder, ep_options
-from caracal_runtimes.cli.opening import chosen
+from caracal_runtimes.cli.opening import UNCHECKED, chosen, open_bundle
 from caracal_runtimes.cli.progress import ProgressLine
 from caracal_runtimes.manifest import GRAPHS
 
@@ -45,11 +45,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     from caracal_runtimes.bisect import Options, run_bisect
     from caracal_runtimes.bisect.report import report_output
-    from caracal_runtimes.bundle import Bundle
 
     if args.output is not None:
         check_folder("-o", args.output, args.bundle)
-    bundle = Bundle.open(args.bundle)
+    bundle = open_bundle(args)
     options = Options(
         ep=chosen(args, bundle),
         against=args.against,
@@ -71,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
             if report.verdict != "PASSED":
                 break
             looked_at.append(graph)
+    if args.no_check:
+        report = replace(report, notes=(*report.notes, UNCHECKED))
     if args.format == "json":
-        print(json.dumps({**report.to_dict(), "right": looked_at}, indent=2))
+        print(json.dumps({**report.to_dict(), "right": looked_at, "unchecked": args.no_check}, indent=2))
     else:
         if len(looked_at) > 1:
             print(f"right: {', '.join(looked_at)}")

@@ -22,7 +22,7 @@ from caracal_runtimes.cli.arguments import (
     parse_ids,
     read_text,
 )
-from caracal_runtimes.cli.opening import open_model
+from caracal_runtimes.cli.opening import open_bundle, open_model
 from caracal_runtimes.cli.progress import ProgressLine
 from caracal_runtimes.errors import InputError
 
@@ -84,7 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    from caracal_runtimes.bundle import Bundle
     from caracal_runtimes.decode_state import CHUNK
     from caracal_runtimes.sampling import SamplingOptions
 
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save_state is not None:
         check_writable("--save-state", args.save_state, args.bundle)
     chunk = CHUNK if args.prefill_chunk is None else args.prefill_chunk
-    model = open_model(args, Bundle.open(args.bundle))
+    model = open_model(args, open_bundle(args))
     stop_ids = () if args.ignore_eos and args.stop_id is None else args.stop_id
     rule = {"max_new_tokens": args.max_new_tokens, "stop": args.stop, "stop_ids": stop_ids}
     model.check_request(options=options, **rule)
@@ -171,6 +170,7 @@ def _show(
             "state_bytes": session.state_bytes,
             "ep": model.ep,
             "threads": model.threads,
+            "unchecked": args.no_check,
         }
         print(json.dumps(data))
     elif show is not None:

@@ -11,11 +11,13 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caracal_runtimes.cli.arguments import (
     add_format_argument,
+    add_no_check_argument,
     add_provider_arguments,
     check_folder,
     check_writable,
@@ -27,7 +29,7 @@ from caracal_runtimes.errors import InputError, RuntimeToolError
 
 if TYPE_CHECKING:
     from caracal_runtimes.bisect import LayerError
-    from caracal_runtimes.parity_report import ParityReport
+    from caracal_runtimes.parity_report import ParityReport, ProviderReport
 
 HELP = "prove that providers compute the same as PyTorch did"
 MERGE = "merge"
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="providers, separated by commas, each NAME or NAME:DEVICE; or all (default: cpu)",
     )
     add_provider_arguments(parser)
+    add_no_check_argument(parser)
     add("--fast", action="store_true", help="run each provider once more with its own defaults, shown and not judged")
     add(
         "--quick",
@@ -92,8 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> ParityReport:
     from caracal_runtimes.auto import AUTO
-    from caracal_runtimes.bundle import Bundle
-    from caracal_runtimes.cli.opening import chosen
+    from caracal_runtimes.cli.opening import chosen, open_bundle
     from caracal_runtimes.parity_matrix import TIME_LIMIT, Limits, run_matrix
     from caracal_runtimes.providers import Settings
 
@@ -102,12 +104,20 @@ def _compare(args: argparse.Namespace) -> ParityReport:
         None if args.memory_limit is None else int(_positive("--memory-limit", args.memory_limit) * 1e9),
     )
     settings = Settings(threads=args.threads, options=ep_options(args), allow_fallback=args.allow_fallback)
-    bundle = Bundle.open(args.bundle)
+    bundle = open_bundle(args)
     eps = [chosen(args, bundle)] if args.ep.strip().lower() == AUTO else args.ep.split(",")
     with ProgressLine() as progress:
-        return run_matrix(
+        report = run_matrix(
             bundle, eps, settings, level=args.level, fast=args.fast, quick=args.quick, limits=limits, progress=progress
         )
+    return replace(report, providers=tuple(map(_unchecked, report.providers))) if args.no_check else report
+
+
+def _unchecked(row: ProviderReport) -> ProviderReport:
+    """The row with the word that its files were not compared with their hashes, for every form of the report."""
+    from caracal_runtimes.cli.opening import UNCHECKED
+
+    return replace(row, unchecked=True, note="; ".join(filter(None, (row.note, UNCHECKED))))
 
 
 def _layers(args: argparse.Namespace, report: ParityReport) -> dict[str, Sequence[LayerError]]:
@@ -137,6 +147,7 @@ def _check_merging(args: argparse.Namespace) -> None:
         "--ep": args.ep != "cpu", "--ep-option": args.ep_option, "--allow-fallback": args.allow_fallback,
         "--threads": args.threads, "--fast": args.fast, "--quick": args.quick, "--level": args.level is not None,
         "--time-limit": args.time_limit is not None, "--memory-limit": args.memory_limit is not None,
+        "--no-check": args.no_check,
     }  # fmt: skip
     unused = [flag for flag, there in given.items() if there]
     if unused:

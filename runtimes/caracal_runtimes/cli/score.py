@@ -10,7 +10,7 @@ import json
 import math
 
 from caracal_runtimes.cli.arguments import add_format_argument, add_runtime_arguments, parse_ids, read_text
-from caracal_runtimes.cli.opening import open_model
+from caracal_runtimes.cli.opening import open_bundle, open_model
 from caracal_runtimes.cli.progress import ProgressLine
 
 HELP = "bits per byte and perplexity of a text"
@@ -27,11 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    from caracal_runtimes.bundle import Bundle
-
     text = read_text(args.file)
     source = parse_ids(text) if args.ids else text
-    model = open_model(args, Bundle.open(args.bundle))
+    model = open_model(args, open_bundle(args))
     with ProgressLine() as progress:
         score = model.score(source, context=args.context, progress=lambda done, total: progress("scoring", done, total))
     if args.format == "json":
@@ -45,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
             "context": score.context,
             "ep": model.ep,
             "threads": model.threads,
+            "unchecked": args.no_check,
         }
         print(json.dumps(result))
     else:
