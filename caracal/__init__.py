@@ -8,7 +8,9 @@ from caracal.config import PRESETS, CaracalConfig
 from caracal.errors import CaracalError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from caracal.checkpoint import load_checkpoint, save_checkpoint
+    from caracal.checkpoint.opening import Checkpoint, load_checkpoint, open_checkpoint
+    from caracal.checkpoint.options import ReadOptions
+    from caracal.checkpoint.saving import save_checkpoint
     from caracal.model import CaracalModel
 
 __all__ = [
@@ -16,16 +18,22 @@ __all__ = [
     "CaracalConfig",
     "CaracalError",
     "CaracalModel",
+    "Checkpoint",
     "CheckpointError",
     "ConfigError",
+    "ReadOptions",
     "load_checkpoint",
+    "open_checkpoint",
     "save_checkpoint",
 ]
 
 _LAZY = {
     "CaracalModel": "caracal.model",
-    "load_checkpoint": "caracal.checkpoint",
-    "save_checkpoint": "caracal.checkpoint",
+    "Checkpoint": "caracal.checkpoint.opening",
+    "ReadOptions": "caracal.checkpoint.options",
+    "load_checkpoint": "caracal.checkpoint.opening",
+    "open_checkpoint": "caracal.checkpoint.opening",
+    "save_checkpoint": "caracal.checkpoint.saving",
 }
 
 

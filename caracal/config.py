@@ -117,14 +117,16 @@ class CaracalConfig:
             )
         for name in ("tie_word_embeddings", "use_bias", "norm_before_conv"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"config: {name} must be true or false, found {getattr(self, name)!r}")
+                raise ConfigError(f"config: {name} must be true or false, found {getattr(self, name)!r:.60}")
         if self.hidden_act not in HIDDEN_ACTS:
-            raise ConfigError(f"config: hidden_act must be one of {', '.join(HIDDEN_ACTS)}, found {self.hidden_act!r}")
+            raise ConfigError(
+                f"config: hidden_act must be one of {', '.join(HIDDEN_ACTS)}, found {self.hidden_act!r:.60}"
+            )
         if self.torch_dtype not in DTYPES:
-            raise ConfigError(f"config: torch_dtype must be one of {', '.join(DTYPES)}, found {self.torch_dtype!r}")
+            raise ConfigError(f"config: torch_dtype must be one of {', '.join(DTYPES)}, found {self.torch_dtype!r:.60}")
         eps = self.layer_norm_eps
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < 1:
-            raise ConfigError(f"config: layer_norm_eps must be a number between 0 and 1, found {eps!r}")
+            raise ConfigError(f"config: layer_norm_eps must be a number between 0 and 1, found {eps!r:.60}")
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"config: num_attention_heads must divide hidden_size, found {self.num_attention_heads} heads "
@@ -133,7 +135,7 @@ class CaracalConfig:
         if not self.intermediate_size:
             object.__setattr__(self, "intermediate_size", default_intermediate_size(self.hidden_size, self.hidden_act))
         if not isinstance(self.layer_types, (list, tuple)):
-            raise ConfigError(f"config: layer_types must be a list of names, found {self.layer_types!r}")
+            raise ConfigError(f"config: layer_types must be a list of names, found {self.layer_types!r:.60}")
         types = tuple(self.layer_types) or default_layer_types(self.num_hidden_layers)
         object.__setattr__(self, "layer_types", types)
         if len(types) != self.num_hidden_layers:
@@ -143,7 +145,7 @@ class CaracalConfig:
         for index, kind in enumerate(types):
             if kind not in LAYER_TYPES:
                 raise ConfigError(
-                    f"config: layer_types[{index}] must be one of {', '.join(LAYER_TYPES)}, found {kind!r}"
+                    f"config: layer_types[{index}] must be one of {', '.join(LAYER_TYPES)}, found {kind!r:.60}"
                 )
         for name in ("bos_token_id", "eos_token_id"):
             token = getattr(self, name)
@@ -166,12 +168,12 @@ class CaracalConfig:
         """
         model_type = data.get("model_type")
         if model_type != "caracal":
-            raise ConfigError(f'config: model_type must be "caracal", found {model_type!r}')
+            raise ConfigError(f'config: model_type must be "caracal", found {model_type!r:.60}')
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(key for key in data if key not in known and key not in _IGNORED_KEYS)
         if unknown:
             raise ConfigError(
-                f"config: unknown key {', '.join(map(repr, unknown))}; remove it if it does not change the model, "
+                f"config: unknown key {', '.join(f'{key!r:.60}' for key in unknown[:8])}; remove it if it does not change the model, "
                 f"known keys are {', '.join(sorted(known))}"
             )
         values = {key: value for key, value in data.items() if key in known}
@@ -179,7 +181,7 @@ class CaracalConfig:
         dtypes = {data[key] for key in ("torch_dtype", "dtype") if isinstance(data.get(key), str)}
         if len(dtypes) > 1:
             raise ConfigError(
-                f"config: torch_dtype and dtype contradict each other, found {' and '.join(sorted(dtypes))}"
+                f"config: torch_dtype and dtype contradict each other, found {' and '.join(f'{dtype!r:.40}' for dtype in sorted(dtypes))}"
             )
         if values.get("torch_dtype") is None and data.get("dtype") is not None:
             values["torch_dtype"] = data["dtype"]

@@ -51,6 +51,6 @@ caracal parity .
 
 ## Files
 
-`manifest.json` describes every file, graph, input and output; `forward.onnx` (whole sequences), `extend.onnx` (chunks that continue
-them), `step.onnx` and `step_resident.onnx` (one token) read their weights from `weights.safetensors`, `convolve.onnx` and `convolve_long.onnx` have none; `golden.safetensors` holds the recorded PyTorch outputs that `caracal parity` compares with.
+`manifest.json` describes every file (`weights` lists those with the weights), graph, input and output; `forward.onnx` (whole sequences), `extend.onnx` (chunks that continue
+them), `step.onnx` and `step_resident.onnx` (one token) read their weights from the weight files, `convolve.onnx` and `convolve_long.onnx` have none; `golden.safetensors` holds the recorded PyTorch outputs that `caracal parity` compares with.
 """

@@ -20,14 +20,19 @@ from caracal_runtimes.manifest import MANIFEST_FILE, FileEntry, Golden, GraphSpe
 from caracal_runtimes.parity import Progress
 from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.session import check_threads
+from caracal_runtimes.sizes import Bytes
+from caracal_runtimes.text import read_tokenizer
 from safetensors import SafetensorError
 
 from caracal import CaracalConfig, CaracalModel
-from caracal.checkpoint import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, checkpoint_folder, load_checkpoint
+from caracal.checkpoint.files import TOKENIZER_FILE
+from caracal.checkpoint.opening import Checkpoint, open_checkpoint
+from caracal.checkpoint.parameters import parameter_shapes
 from caracal_export import goldens, verification, weights
 from caracal_export.card import model_card
+from caracal_export.dtypes import recorded_dtypes
 from caracal_export.lowerings import MIXINGS
-from caracal_export.staging import check_target, staged_folder
+from caracal_export.staging import BUNDLE, check_target, staged_folder
 from caracal_export.tracing import GRAPHS, LAGS, OPSETS, TRACED_OPSET, trace
 
 if TYPE_CHECKING:
@@ -47,7 +52,7 @@ class Exported:
 
 
 def export_checkpoint(
-    checkpoint: str | Path,
+    checkpoint: str | Path | Checkpoint,
     output: str | Path,
     *,
     mixing: str = "matmul",
@@ -56,12 +61,16 @@ def export_checkpoint(
     verify: bool = True,
     threads: int = 0,
     lags: int = LAGS,
+    max_shard_size: int | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Exports a checkpoint folder to a bundle, and proves that the bundle computes the same.
+    """Exports a checkpoint to a bundle, and proves that the bundle computes the same.
+
+    The weights are read, written and compared one tensor at a time; all of them are in memory only while the reference
+    computes the goldens, and once more while ONNX Runtime is compared with them.
 
     Args:
-        checkpoint: folder with `config.json`, `model.safetensors` and optionally `tokenizer.json`.
+        checkpoint: path of any form that `caracal.open_checkpoint` reads, or what it returned.
         output: folder to write; written whole or not at all.
         mixing: `matmul` (runs on every provider) or `dft` (the ONNX DFT operator).
         opset: ONNX opset of the graphs, within `tracing.OPSETS`.
@@ -70,54 +79,46 @@ def export_checkpoint(
         threads: for the verification, 0 for one per core.
         lags: how many of the latest tokens the step graph mixes by itself, a power of two; more of them make a step
             slower and the work beside it less.
+        max_shard_size: bytes that a weight file may have before another one is begun; None puts all weights into one.
         progress: called with what is being done, done and total.
 
     Raises:
         InputError, CaracalError: bad arguments, a bad checkpoint, a target that must not be written, a failed write.
         VerificationError: the exported graph does not compute what the checkpoint computes; nothing was written.
     """
-    if mixing not in MIXINGS:
-        raise InputError(f"--mixing must be one of {', '.join(MIXINGS)}, found {mixing!r}")
-    if opset not in OPSETS:
-        raise InputError(f"--opset must be from {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
-    check_threads(threads)
-    if isinstance(lags, bool) or not isinstance(lags, int) or lags < 2 or lags & (lags - 1):
-        raise InputError(f"export: lags must be a power of two of at least 2, found {lags!r}")
-    source, target = checkpoint_folder(checkpoint), Path(output)
-    check_target(target, overwrite=overwrite)
+    check_arguments(mixing, opset, threads, lags, max_shard_size)
+    target = Path(output)
+    check_target(BUNDLE, target, overwrite=overwrite)
     report = progress or (lambda what, done, total: None)
 
     report("reading the checkpoint", 0, 1)
-    model = load_checkpoint(source)
-    tokenizer = _check_tokenizer(source / TOKENIZER_FILE, model.config)
-    _check_room(target, model)
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    config = opened.config
+    tokenizer = None if opened.tokenizer is None else _check_tokenizer(opened.tokenizer, config)
+    _check_room(target, opened.parameters())
     try:
-        with staged_folder(target, overwrite=overwrite) as stage:
-            recorded = goldens.record(
-                model,
-                lags,
-                lambda what, done, total: report(f"recording goldens: {what}", done, total),
-                None if tokenizer is None else _read_tokenizer(tokenizer),
-            )
-            safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
+        with staged_folder(BUNDLE, target, overwrite=overwrite) as stage:
+            files = _write_weights(opened, stage, max_shard_size, report)
             graphs: dict[str, GraphSpec] = {}
+            with torch.device("meta"):  # graphs need no values
+                shapes = CaracalModel(config).eval().requires_grad_(False)
             for index, name in enumerate(GRAPHS):
                 report(f"tracing the graphs: {name}", index, len(GRAPHS))
-                graph = trace(model, name, mixing, opset, lags=lags)
-                if name == "forward":
-                    weights.write_weights(graph, stage)
-                weights.refer_to_weights(graph, stage)
+                graph = trace(shapes, name, mixing, opset, lags=lags)
+                weights.refer_to_weights(graph, files, stage)
                 file = f"{name}.onnx"
                 ir.save(graph, stage / file)
                 verification.check_graph(stage / file)
-                graphs[name] = _describe(graph, file, opset, mixing)
+                graphs[name] = describe_graph(graph, file, opset, mixing)
+            recorded = _record_goldens(opened, lags, tokenizer, report)
+            safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
             if tokenizer is not None:
                 shutil.copyfile(tokenizer, stage / TOKENIZER_FILE)
             manifest = Manifest(
-                config=model.config.to_dict(),
+                config=config.to_dict(),
                 precision="float32",
                 graphs=graphs,
-                weights=weights.WEIGHTS_FILE,
+                weights=tuple(file.name for file in files),
                 golden=Golden(
                     GOLDEN_FILE,
                     f"PyTorch {torch.__version__} float32",
@@ -128,13 +129,13 @@ def export_checkpoint(
                 files={},
                 tokenizer=None if tokenizer is None else TOKENIZER_FILE,
                 producer=_versions(),
-                source=_source(source),
+                source=_source(opened),
             )
             (stage / MANIFEST_FILE).write_text(_with_files(manifest, stage).to_json(), encoding="utf-8")
-            found = verification.verify(model, stage, threads=threads, progress=report) if verify else None
+            found = verification.verify(opened, stage, threads=threads, progress=report) if verify else None
             card = model_card(
-                model.config,
-                model.num_parameters(),
+                config,
+                opened.parameters(),
                 manifest.graphs["forward"],
                 manifest.source["sha256"],
                 found,
@@ -146,7 +147,46 @@ def export_checkpoint(
             size = sum(path.stat().st_size for path in stage.iterdir())
     except SafetensorError as error:
         raise InputError(f"export: cannot write {target} ({error}); nothing was changed") from error
-    return Exported(target, model.num_parameters(), size, found)
+    return Exported(target, opened.parameters(), size, found)
+
+
+def check_arguments(mixing: str, opset: int, threads: int, lags: int, max_shard_size: int | None) -> None:
+    """Refuses arguments of `export_checkpoint` that cannot be. Raises InputError."""
+    if mixing not in MIXINGS:
+        raise InputError(f"--mixing must be one of {', '.join(MIXINGS)}, found {mixing!r}")
+    if opset not in OPSETS:
+        raise InputError(f"--opset must be from {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
+    check_threads(threads)
+    if isinstance(lags, bool) or not isinstance(lags, int) or lags < 2 or lags & (lags - 1):
+        raise InputError(f"export: lags must be a power of two of at least 2, found {lags!r}")
+    weights.check_shard_size(max_shard_size)
+
+
+def _write_weights(
+    checkpoint: Checkpoint, stage: Path, max_shard_size: int | None, report: Progress
+) -> list[weights.WeightFile]:
+    """Writes the weights, and says where they are."""
+    config = checkpoint.config
+    files = weights.plan_files(weights.graph_shapes(parameter_shapes(config), config), max_shard_size)
+    weights.write_files(
+        files,
+        lambda name: weights.graph_weight(name, checkpoint.tensor(name), config),
+        stage,
+        lambda done, total: report("writing the weights", Bytes(done), Bytes(total)),
+    )
+    return files
+
+
+def _record_goldens(checkpoint: Checkpoint, lags: int, tokenizer: Path | None, report: Progress) -> goldens.Recorded:
+    """The reference's outputs; the model is gone from memory when they are there."""
+    recorded = goldens.record(
+        checkpoint.model(),
+        lags,
+        lambda what, done, total: report(f"recording goldens: {what}", done, total),
+        None if tokenizer is None else _read_tokenizer(tokenizer),
+    )
+    checkpoint.release()
+    return recorded
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
@@ -163,25 +203,16 @@ def _check_tokenizer(path: Path, config: CaracalConfig) -> Path | None:
     """The tokenizer's path, or None when the checkpoint has none. Raises InputError for one that does not fit."""
     if not path.exists():
         return None
-    from tokenizers import Tokenizer
-
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-        raise InputError(f"export: {path} is no tokenizer that the package `tokenizers` reads ({error})") from None
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    highest = max(vocabulary.values(), default=-1)
-    if highest >= config.vocab_size:
-        raise InputError(
-            f"export: {path} has token ids up to {highest}, the model's vocab_size is {config.vocab_size}; "
-            f"the tokenizer is of another model"
-        )
+        read_tokenizer(path, config.vocab_size)
+    except ValueError as error:
+        raise InputError(f"export: {path} {error}") from None
     return path
 
 
-def _check_room(target: Path, model: CaracalModel) -> None:
+def _check_room(target: Path, parameters: int) -> None:
     """Refuses to start an export that the disk cannot hold; the weights and the goldens are all that is large."""
-    needed = 4 * model.num_parameters() + (64 << 20)
+    needed = 4 * parameters + (64 << 20)
     free = shutil.disk_usage(target.absolute().parent).free
     if free < needed:
         raise InputError(
@@ -190,7 +221,9 @@ def _check_room(target: Path, model: CaracalModel) -> None:
         )
 
 
-def _describe(graph: ir.Model, file: str, opset: int, mixing: str) -> GraphSpec:
+def describe_graph(graph: ir.Model, file: str, opset: int, mixing: str) -> GraphSpec:
+    """What the manifest says of a graph."""
+
     def spec(value: ir.Value) -> TensorSpec:
         assert value.dtype is not None and value.shape is not None and value.name is not None
         shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
@@ -244,7 +277,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _source(folder: Path) -> dict[str, Any]:
-    files = {name: sha256_of(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)}
+def _source(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where the weights come from: the hashes of all files that were read, and how they were read."""
+    files = {path.name: sha256_of(path) for path in sorted(checkpoint.files)}
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    return {"name": folder.absolute().name, "sha256": digest, "files": files}
+    return {
+        "name": checkpoint.path.absolute().name,
+        "sha256": digest,
+        "files": files,
+        **checkpoint.record,
+        **recorded_dtypes(checkpoint),
+    }

@@ -18,9 +18,11 @@ from caracal_runtimes.errors import InputError
 from caracal_runtimes.limits import check_forward
 from caracal_runtimes.manifest import GoldenCase, GoldenGreedy, GoldenText, ModelSpec
 from caracal_runtimes.parity import Progress
+from caracal_runtimes.text import encode_text
 from numpy.typing import NDArray
 
 from caracal import CaracalConfig, CaracalModel
+from caracal_export.drafting import draft_greedy
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -56,10 +58,7 @@ def record(
         tokenizer: of the checkpoint; with one, the likelihood of a passage is recorded too.
         progress: called with a name, done and total.
     """
-    config = model.config
-    rng = np.random.default_rng(_SEED)
-    plans = [*_length_plans(config, lags, rng), *_coverage_plans(config, rng)]
-    prompts = _prompts(config, rng)
+    plans, prompts = _planned(model.config, lags)
     recorded = Recorded()
     total = len(plans) + len(prompts)
     for index, plan in enumerate(plans):
@@ -75,6 +74,49 @@ def record(
     if progress is not None:
         progress("done", total, total)
     return recorded
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What the goldens of a configuration take: bytes of their file, and the largest pass of the reference."""
+
+    bytes: int
+    longest: int
+    positions: int
+
+
+def extent(config: CaracalConfig, lags: int) -> Extent:
+    """What `record` would write and compute, without a model; a passage's likelihood is not counted.
+
+    Args:
+        config: of the model.
+        lags: as for `record`.
+    """
+    plans, prompts = _planned(config, lags)
+    numbers = longest = most = 0
+    for plan in plans:
+        length = max(map(len, plan.rows))
+        positions = max(
+            len(row) if plan.columns is not None else len(_positions(len(row), config)) for row in plan.rows
+        )
+        columns = config.vocab_size if plan.columns is None else len(plan.columns)
+        numbers += len(plan.rows) * (2 * length + 2 + 2 * positions + positions * columns)
+        longest, most = max(longest, length), max(most, positions)
+    for prompt in prompts.values():
+        numbers += 2 * len(prompt) + 3 * GREEDY_TOKENS
+        longest, most = max(longest, len(prompt) + GREEDY_TOKENS), max(most, GREEDY_TOKENS)
+    return Extent(4 * numbers, longest, most)
+
+
+def _planned(config: CaracalConfig, lags: int) -> tuple[list[_Plan], dict[str, NDArray[np.int64]]]:
+    rng = np.random.default_rng(_SEED)
+    plans = [*_length_plans(config, lags, rng), *_coverage_plans(config, rng)]
+    return plans, _prompts(config, rng)
+
+
+def spec_of(config: CaracalConfig) -> ModelSpec:
+    """What the runtime knows of a model."""
+    return ModelSpec(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelSpec)})
 
 
 @dataclass(frozen=True)
@@ -141,7 +183,7 @@ def _positions(length: int, config: CaracalConfig) -> NDArray[np.int64]:
 def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
     config = model.config
     length = max(map(len, plan.rows))
-    check_forward(_spec(config), 1, length, length)
+    check_forward(spec_of(config), 1, length, length)
     ids = np.zeros((len(plan.rows), length), dtype=np.int64)
     kept = [np.arange(len(r)) if plan.columns is not None else _positions(len(r), config) for r in plan.rows]
     positions = np.zeros((len(plan.rows), max(map(len, kept))), dtype=np.int64)
@@ -166,10 +208,6 @@ def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
     if plan.columns is not None:
         recorded.tensors[f"{plan.name}/columns"] = plan.columns
     recorded.cases.append(GoldenCase(plan.name, len(plan.rows), length, columns=plan.columns is not None))
-
-
-def _spec(config: CaracalConfig) -> ModelSpec:
-    return ModelSpec(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelSpec)})
 
 
 @torch.no_grad()
@@ -205,15 +243,27 @@ def _prompts(config: CaracalConfig, rng: np.random.Generator) -> dict[str, NDArr
 
 @torch.no_grad()
 def _record_greedy(model: CaracalModel, name: str, prompt: NDArray[np.int64], recorded: Recorded) -> None:
-    ids = torch.from_numpy(prompt)[None]
-    margins = []
-    for _ in range(GREEDY_TOKENS):
-        logits = model(ids, torch.tensor([[ids.shape[1] - 1]]))[0, 0]
-        best = logits.topk(min(2, len(logits))).values
-        margins.append(float(best[0] - best[-1]) if len(best) > 1 else float("inf"))
-        ids = torch.cat((ids, logits.argmax().reshape(1, 1)), dim=1)
+    """The reference's greedy tokens: each is the best of its logits behind all tokens before it.
+
+    The tokens are guessed first, and one pass of the reference over all of them says which are its own choice, because
+    logits depend on nothing that follows. From the first that is not, the guess begins anew.
+    """
+    tokens: list[int] = []
+    margins: list[float] = []
+    while len(tokens) < GREEDY_TOKENS:
+        known = torch.from_numpy(np.concatenate((prompt, np.asarray(tokens, dtype=np.int64))))
+        drafted = draft_greedy(model, known, GREEDY_TOKENS - len(tokens))
+        ids = torch.cat((known, torch.tensor(drafted[:-1], dtype=torch.int64)))[None]
+        # The positions behind which each drafted token stands.
+        logits = model(ids, torch.arange(len(known) - 1, ids.shape[1])[None])[0]
+        best = logits.topk(min(2, logits.shape[1])).values
+        for row, guess in enumerate(drafted):
+            tokens.append(int(logits[row].argmax()))
+            margins.append(float(best[row, 0] - best[row, -1]) if best.shape[1] > 1 else float("inf"))
+            if tokens[-1] != guess:
+                break
     recorded.tensors[f"{name}/prompt"] = prompt
-    recorded.tensors[f"{name}/continuation"] = ids[0, len(prompt) :].numpy().copy()
+    recorded.tensors[f"{name}/continuation"] = np.asarray(tokens, dtype=np.int64)
     recorded.tensors[f"{name}/margins"] = np.asarray(margins, dtype=np.float32)
     recorded.greedy.append(GoldenGreedy(name, len(prompt), GREEDY_TOKENS))
 
@@ -222,7 +272,7 @@ def _record_greedy(model: CaracalModel, name: str, prompt: NDArray[np.int64], re
 def _record_text(model: CaracalModel, tokenizer: Tokenizer, recorded: Recorded) -> None:
     """The likelihood of the passage's first tokens, from one forward pass over all of them."""
     text, bos = _PASSAGE.read_text(encoding="utf-8"), model.config.bos_token_id
-    encoding = tokenizer.encode(text, add_special_tokens=False)
+    encoding = encode_text(tokenizer, text, special=False)
     ids = encoding.ids[:_TEXT_TOKENS]
     if len(ids) < 2:
         return

@@ -41,7 +41,7 @@ def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int 
     """Traces one of the graphs of a bundle.
 
     Args:
-        model: float32, in eval mode.
+        model: float32, in eval mode; on the meta device, where weights have shapes and no values, it costs no memory.
         name: one of `GRAPHS`; `docs/bundle-format.md` has their inputs and outputs.
         mixing: `matmul` or `dft`.
         opset: within `OPSETS`.
@@ -52,8 +52,9 @@ def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int 
     """
     module, inputs, outputs = _TRACED[name](model, lags)
     arguments, shapes = [], []
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     for entry in inputs:
-        tensors = [tensor.example() for tensor in entry] if isinstance(entry, list) else entry.example()
+        tensors = [t.example(device) for t in entry] if isinstance(entry, list) else entry.example(device)
         axes = [tensor.axes() for tensor in entry] if isinstance(entry, list) else entry.axes()
         arguments.append(tensors)
         shapes.append(axes)
@@ -88,10 +89,10 @@ class _Input:
     shape: tuple[int | str, ...]
     dtype: torch.dtype = torch.float32
 
-    def example(self) -> torch.Tensor:
+    def example(self, device: torch.device) -> torch.Tensor:
         """Zeros of the example's sizes."""
         sizes = [size if isinstance(size, int) else _EXAMPLES[size] for size in self.shape]
-        return torch.zeros(sizes, dtype=self.dtype)
+        return torch.zeros(sizes, dtype=self.dtype, device=device)
 
     def axes(self) -> dict[int, str]:
         return {axis: size for axis, size in enumerate(self.shape) if isinstance(size, str)}

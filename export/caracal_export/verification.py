@@ -17,9 +17,11 @@ from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.report import verdict_line
 from caracal_runtimes.tolerances import tolerance_for
 
-from caracal import CaracalModel
+from caracal.checkpoint.opening import Checkpoint
 from caracal_export import weights
 from caracal_export.errors import VerificationError
+
+_COLUMNS = 2048  # of a vocabulary that are compared where every position is
 
 
 def check_graph(path: Path) -> None:
@@ -36,11 +38,11 @@ def check_graph(path: Path) -> None:
         raise VerificationError(f"export: the graph is not valid ONNX: {error}") from error
 
 
-def verify(model: CaracalModel, bundle: Path, *, threads: int, progress: Progress) -> ParityReport:
-    """Compares a written bundle with the model it was made from.
+def verify(checkpoint: Checkpoint, bundle: Path, *, threads: int, progress: Progress) -> ParityReport:
+    """Compares a written bundle with the checkpoint it was made from.
 
     Args:
-        model: the reference, float32.
+        checkpoint: the reference, read one tensor at a time.
         bundle: folder with everything but its README.
         threads: of ONNX Runtime, 0 for one per core.
         progress: called with what is being done, done and total.
@@ -51,17 +53,22 @@ def verify(model: CaracalModel, bundle: Path, *, threads: int, progress: Progres
     """
     progress("comparing weights", 0, 1)
     opened = Bundle.open(bundle)
-    for name, graph in opened.manifest.graphs.items():
-        if name not in WEIGHTLESS:
-            weights.compare_weights(model, opened.file(graph.file))
+    weights.compare_weights(
+        [opened.file(graph.file) for name, graph in opened.manifest.graphs.items() if name not in WEIGHTLESS],
+        opened.manifest.weights,
+        checkpoint.names,
+        checkpoint.tensor,
+        checkpoint.config,
+    )
+    checkpoint.release()
     found = run_parity(
-        opened, threads=threads, progress=lambda what, done, total: progress(f"verifying: {what}", done, total)
+        opened, threads=threads, low_memory=True, progress=lambda what, done, total: progress(f"verifying: {what}", done, total)
     )
     line = verdict_line(found, found.providers[0])
     if found.verdict == "FAILED":
         raise VerificationError(
             f"export: the bundle does not compute what the checkpoint does, nothing was written: {line}; "
-            f"{_own_noise(model, opened, found)}",
+            f"{_own_noise(checkpoint, opened, found)}",
             found,
         )
     if found.verdict == "NOT RUN":
@@ -81,8 +88,11 @@ def _check_resident_step(bundle: Bundle, threads: int) -> None:
     case = max(bundle.manifest.golden.cases, key=lambda case: case.batch)  # rows that stop one after the other
     ids, lengths = (np.asarray(bundle.golden().tensor(f"{case.name}/{name}")) for name in ("input_ids", "lengths"))
     rows = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
+    vocabulary = bundle.manifest.model.vocab_size
+    columns = np.arange(0, vocabulary, -(-vocabulary // _COLUMNS))
     want, got = (
-        replay.by_steps(bundle.model(threads=threads, resident=resident).graphs, rows) for resident in (False, True)
+        replay.by_steps(bundle.model(threads=threads, resident=resident, low_memory=True).graphs, rows, columns)
+        for resident in (False, True)
     )
     a, b = (np.stack([logits[key] for key in want]).astype(np.float64) for logits in (got, want))
     error, limit = float(np.linalg.norm(a - b) / np.linalg.norm(b)), tolerance_for("strict", "float32").relative_l2
@@ -94,7 +104,7 @@ def _check_resident_step(bundle: Bundle, threads: int) -> None:
 
 
 @torch.no_grad()
-def _own_noise(model: CaracalModel, bundle: Bundle, report: ParityReport) -> str:
+def _own_noise(checkpoint: Checkpoint, bundle: Bundle, report: ParityReport) -> str:
     """How far PyTorch's own float32 is from float64 on the worst case: tells a wrong graph from a fragile checkpoint."""
     worst = report.providers[0].worst
     if worst is None:
@@ -104,6 +114,7 @@ def _own_noise(model: CaracalModel, bundle: Bundle, report: ParityReport) -> str
         ids, positions = (
             torch.from_numpy(np.array(golden.tensor(f"{worst.name}/{key}"))) for key in ("input_ids", "logit_positions")
         )
+        model = checkpoint.model()
         single = model(ids, positions).double()
         double = copy.deepcopy(model).double()(ids, positions)
     except (MemoryError, RuntimeError):  # the finding itself must not be lost for want of memory

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from caracal_runtimes.errors import BundleError, NotRunError
 from caracal_runtimes.manifest import MANIFEST_FILE, WEIGHTLESS, FileEntry, Manifest
 from caracal_runtimes.onnx_graph import read_model
+from caracal_runtimes.text import read_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from caracal_runtimes.model import CausalLM
-    from caracal_runtimes.safetensors_file import SafetensorsFile
+    from caracal_runtimes.safetensors_file import SafetensorsFile, SafetensorsFiles
 
 _CHUNK = 1 << 20
 _AGAIN = "copy the bundle again or export it again"
@@ -70,10 +71,14 @@ class Bundle:
         return bundle
 
     def parameters(self) -> int:
-        """How many numbers the weight file holds."""
-        from caracal_runtimes.safetensors_file import SafetensorsFile
+        """How many numbers the weight files hold. Raises BundleError when they are not what they should be."""
+        return self.weights().numbers
 
-        return SafetensorsFile.open(self.file(self.manifest.weights)).numbers
+    def weights(self) -> SafetensorsFiles:
+        """The weight files. Raises BundleError for a bad file, and for a tensor that two of them have."""
+        from caracal_runtimes.safetensors_file import SafetensorsFiles
+
+        return SafetensorsFiles.open(map(self.file, self.manifest.weights))
 
     def file(self, name: str) -> Path:
         """The path of one of the bundle's files."""
@@ -91,25 +96,11 @@ class Bundle:
                 "bundle: it has no tokenizer.json, so it cannot read or write text; use token ids (--ids)"
             )
         try:
-            from tokenizers import Tokenizer
+            return read_tokenizer(self.file(self.manifest.tokenizer), self.manifest.model.vocab_size)
         except ImportError:
             raise NotRunError("text needs the package `tokenizers`: pip install tokenizers") from None
-        try:
-            tokenizer = Tokenizer.from_file(str(self.file(self.manifest.tokenizer)))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-            raise BundleError(
-                f"bundle: {self.manifest.tokenizer} is no tokenizer this version reads ({error})"
-            ) from None
-        highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        if highest >= self.manifest.model.vocab_size:
-            raise BundleError(
-                f"bundle: {self.manifest.tokenizer} has ids up to {highest}, the model's vocab_size is "
-                f"{self.manifest.model.vocab_size}; it is of another model"
-            )
-        # Settings for training batches travel in the file; here they would cut a text without a word.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        except ValueError as error:
+            raise BundleError(f"bundle: {self.manifest.tokenizer} {error}") from None
 
     def golden(self) -> SafetensorsFile:
         """The recorded reference tensors."""
@@ -126,6 +117,7 @@ class Bundle:
         fast: bool = False,
         allow_fallback: bool = False,
         resident: bool | None = None,
+        low_memory: bool = False,
     ) -> CausalLM:
         """A model that runs this bundle.
 
@@ -137,6 +129,7 @@ class Bundle:
             allow_fallback: accept that other providers run computing nodes.
             resident: keep the decode state in the memory in which the provider computes; None: where that is not the
                 host's. True needs a provider that can.
+            low_memory: give back what a pass over many tokens took, instead of keeping it for the next one.
 
         Raises:
             InputError: no such provider, device or option.
@@ -153,13 +146,14 @@ class Bundle:
         graphs = self.manifest.graphs
         for graph in graphs.values():
             self._check_external_data(graph.file)
-        weights = self.file(self.manifest.weights)
+        # Opened whatever the provider: one that reads by name and one that reads by place must not differ.
+        weights = tuple(file.path for file in self.weights().files)
 
-        asked = Settings(device, threads, fast, ep_options or {}, None, allow_fallback)
+        asked = Settings(device, threads, fast, ep_options or {}, (), allow_fallback, low_memory)
 
         def open_session(graph: str, *, packed: bool = False) -> Session:
             # The convolution has no weights to share.
-            shared = None if packed or graph in WEIGHTLESS else weights
+            shared = () if packed or graph in WEIGHTLESS else weights
             session = provider.open(self.file(graphs[graph].file), graphs[graph], replace(asked, weights=shared))
             check_session(graphs[graph], session.inputs())
             return session
@@ -168,7 +162,7 @@ class Bundle:
             resident = provider.state_memory(asked) is not None
         spec = self.manifest.model
         return CausalLM(
-            DecodeGraphs(spec, graphs, open_session, resident=resident),
+            DecodeGraphs(spec, graphs, open_session, resident=resident, keeps_memory=not low_memory),
             mixing=graphs["forward"].mixing,
             bundle_id=self.id(),
             load_tokenizer=self.tokenizer,

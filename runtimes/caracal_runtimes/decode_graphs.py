@@ -69,21 +69,33 @@ class DecodeGraphs:
         graphs: the manifest's graphs.
         open_session: loads one of them; called when it is first needed.
         resident: the sessions can keep the decode state in the memory in which they compute, which is not the host's.
+        keeps_memory: what a pass took stays with its session, for the next one.
 
     Raises:
         BundleError: the graphs' inputs are not those of a model of these sizes.
     """
 
     def __init__(
-        self, spec: ModelSpec, graphs: Mapping[str, GraphSpec], open_session: OpenSession, *, resident: bool = False
+        self,
+        spec: ModelSpec,
+        graphs: Mapping[str, GraphSpec],
+        open_session: OpenSession,
+        *,
+        resident: bool = False,
+        keeps_memory: bool = True,
     ) -> None:
-        self.spec, self.resident = spec, resident
+        self.spec, self.resident, self.keeps_memory = spec, resident, keeps_memory
         self.mhf, self.swa = spec.layers(MHF), spec.layers(SWA)
         check_manifest(spec, graphs)
         self.lags = lags_of(spec, graphs["step"])
         self.granted = 0  # bytes that passes over prompts have taken; the sessions' arenas keep them
         self._open = open_session
         self._sessions: dict[tuple[str, bool], Session] = {}
+
+    def grant(self, taken: int) -> None:
+        """Notes bytes that a pass over a prompt took, where they are still there for the next."""
+        if self.keeps_memory:
+            self.granted = max(self.granted, taken)
 
     def session(self, graph: str, *, packed: bool = False) -> Session:
         """The session of a graph, loaded once."""

@@ -14,7 +14,7 @@ from caracal_runtimes.errors import InputError
 from caracal_runtimes.forward import token_ids
 from caracal_runtimes.manifest import ModelSpec
 from caracal_runtimes.sampling import Generator, SamplingOptions, next_token
-from caracal_runtimes.text import StopMatcher, TextStream
+from caracal_runtimes.text import StopMatcher, TextStream, encode_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -228,7 +228,7 @@ def encode(tokenizer: Tokenizer | None, prompts: Any, vocab_size: int, *, openin
                 prompt.encode("utf-8")
             except UnicodeEncodeError:
                 raise InputError("prompt: expected text, found bytes that are not UTF-8") from None
-            ids = [int(i) for i in tokenizer.encode(prompt, add_special_tokens=opening).ids]
+            ids = [int(i) for i in encode_text(tokenizer, prompt, special=opening).ids]
         elif isinstance(prompt, Set):
             raise InputError(f"prompt: expected token ids in an order, found {prompt!r:.40}")
         else:

@@ -190,7 +190,7 @@ class GenerationSession:
         """Notes what the sessions' arenas keep after a pass."""
         graphs, size = self._source.graphs, min(self._chunk, max(lengths))
         rows = max(1, min(len(lengths), self._chunk // size))
-        graphs.granted = max(graphs.granted, forward_bytes(graphs.spec, rows, size, rows, self._source.mixing))
+        graphs.grant(forward_bytes(graphs.spec, rows, size, rows, self._source.mixing))
 
 
 def check_request(

@@ -7,8 +7,10 @@ with its place in the file. `docs/bundle-format.md` states the same format for r
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
@@ -16,8 +18,10 @@ from typing import Any
 from caracal_runtimes.errors import BundleError
 
 FORMAT = "caracal-bundle"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST_FILE = "manifest.json"
+#: The raw Ed25519 signature of the manifest's bytes, where somebody signed.
+SIGNATURE_FILE = "manifest.sig"
 #: Graphs that every bundle has; `docs/bundle-format.md` states what they take and give.
 GRAPHS = ("forward", "extend", "step", "step_resident", "convolve", "convolve_long")
 #: Those of them that read no weights.
@@ -25,7 +29,21 @@ WEIGHTLESS = ("convolve", "convolve_long")
 
 MHF, SWA = "mhf", "sliding_attention"
 
+#: Names that Windows gives to devices in every folder, whatever their extension.
+_DEVICE = re.compile(
+    r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[0-9\u00b9\u00b2\u00b3]) *(\..*)?", re.IGNORECASE | re.DOTALL
+)
+#: Characters that no Windows file name has; a colon there names a drive or a hidden stream of a file.
+_RESERVED = frozenset('<>:"|?*')
+#: Control, invisible, halves of a character, and ends of lines: names that look alike, or steer a terminal.
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+_MOST_NAME = 1000  # characters, folders included
+
+_DEEPEST = 32  # lists and objects inside of each other; what is deeper could exhaust the stack
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_./-]{1,60}")
 _DTYPES = ("float32", "int64")
 
 
@@ -131,7 +149,7 @@ class Manifest:
     config: dict[str, Any]
     precision: str
     graphs: dict[str, GraphSpec]
-    weights: str
+    weights: tuple[str, ...]
     golden: Golden
     files: dict[str, FileEntry]
     tokenizer: str | None = None
@@ -155,19 +173,21 @@ class Manifest:
             data = json.loads(text, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             raise BundleError(f"manifest.json is not valid JSON ({error}); export the bundle again") from None
+        _check_depth(data)
         top = _Reader(data, "manifest")
         if top.get("format", str) != FORMAT:
-            raise BundleError(f'manifest.format must be "{FORMAT}", found {data["format"]!r}')
+            raise BundleError(f'manifest.format must be "{FORMAT}", found {data["format"]!r:.60}')
         version = top.get("format_version", int)
         if version != FORMAT_VERSION:
             raise BundleError(
-                f"manifest.format_version {version} is not one this version reads ({FORMAT_VERSION}); "
+                f"manifest.format_version {version!r:.40} is not one this version reads ({FORMAT_VERSION}); "
                 + ("update caracal-onnx" if version > FORMAT_VERSION else "export the bundle again")
             )
         files = {
             safe_name(name, "manifest.files"): FileEntry(entry.size("bytes"), entry.sha256("sha256"))
             for name, entry in top.children("files")
         }
+        _check_apart(files)
         graphs = {name: _parse_graph(entry) for name, entry in top.children("graphs")}
         for name in GRAPHS:
             if name not in graphs:
@@ -176,7 +196,7 @@ class Manifest:
             config=top.get("config", dict),
             precision=top.get("precision", str),
             graphs=graphs,
-            weights=top.file("weights"),
+            weights=top.files("weights"),
             golden=_parse_golden(top.child("golden")),
             files=files,
             tokenizer=None if data.get("tokenizer") is None else top.file("tokenizer"),
@@ -185,7 +205,9 @@ class Manifest:
             verification=None if data.get("verification") is None else top.get("verification", dict),
         )
         _parse_model(manifest.config)
-        needed = [manifest.weights, manifest.golden.file, *(graph.file for graph in graphs.values())]
+        for key in ("config", "source", "verification"):  # what is kept as it stands
+            _check_numbers(getattr(manifest, key), f"manifest.{key}")
+        needed = [*manifest.weights, manifest.golden.file, *(graph.file for graph in graphs.values())]
         for name in [*needed, *([manifest.tokenizer] if manifest.tokenizer else [])]:
             if name not in files:
                 raise BundleError(f"manifest.files has no entry for {name!r}, which the manifest refers to")
@@ -193,14 +215,64 @@ class Manifest:
 
 
 def safe_name(name: object, where: str) -> str:
-    """`name` if it is a plain relative path inside the bundle. Raises BundleError for anything that may leave it."""
-    if not isinstance(name, str) or not name:
-        raise BundleError(f"{where}: expected a file name, found {name!r}")
+    """`name` if it is a plain relative path inside the bundle, on every system that a bundle may be copied to.
+
+    Raises:
+        BundleError: it may leave the bundle, name a device, or is not what it looks like.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME:
+        raise BundleError(f"{where}: expected a file name of at most {_MOST_NAME} characters, found {name!r:.200}")
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     unsafe = "\\" in name or "\0" in name or posix.is_absolute() or windows.drive or windows.root
     if unsafe or ".." in posix.parts or str(posix) != name or name == ".":
-        raise BundleError(f"{where}: {name!r} is not a plain path inside the bundle; refused")
+        raise BundleError(f"{where}: {name!r:.200} is not a plain path inside the bundle; refused")
+    for part in posix.parts:
+        why = _why_not_everywhere(part)
+        if why:
+            raise BundleError(f"{where}: {name!r:.200} {why}; refused, give the file another name")
     return name
+
+
+def _why_not_everywhere(part: str) -> str:
+    """Why a part of a path means something else on some system; empty where it does not."""
+    if _DEVICE.fullmatch(part):
+        return "names a device on Windows"
+    if part[-1] in ". ":
+        return "ends in a dot or a blank, which Windows drops"
+    for character in part:
+        if unicodedata.category(character) in _UNSEEN:
+            return f"has the control or invisible character U+{ord(character):04X}"
+        if character in _RESERVED:
+            return f"has the character {character!r}, which means something else on Windows"
+    return ""
+
+
+def _check_apart(names: Iterable[str]) -> None:
+    """Refuses names that some file systems hold for the same: one file would overwrite the other.
+
+    Raises:
+        BundleError: two names are equal without regard to case or normalization, one is the folder of another, or one is
+            taken for the manifest or its signature.
+    """
+    taken = {own: own for own in (MANIFEST_FILE, SIGNATURE_FILE)}
+    for name in names:
+        if (key := folded(name)) in taken:
+            raise BundleError(
+                f"manifest.files: {name!r:.100} and {taken[key]!r:.100} are the same file on some systems; refused, give one "
+                f"another name"
+            )
+        taken[key] = name
+    for name in list(taken.values()):
+        for above in PurePosixPath(name).parents:
+            if str(above) != "." and folded(str(above)) in taken:
+                raise BundleError(
+                    f"manifest.files: {str(above)!r:.100} is a file and the folder of {name!r:.100}; refused"
+                )
+
+
+def folded(name: str) -> str:
+    """What two names have in common that differ in case or Unicode normalization only."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -211,6 +283,33 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise BundleError(f"manifest.json has the key {key!r:.60} twice; export the bundle again")
         data[key] = value
     return data
+
+
+def _values(data: object) -> Iterator[tuple[object, int]]:
+    """All values in a JSON document, and how many lists and objects each lies in."""
+    waiting = [(data, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        yield value, depth
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += [(item, depth + 1) for item in inner]
+
+
+def _check_depth(data: object) -> None:
+    if any(depth > _DEEPEST for _, depth in _values(data)):
+        raise BundleError(f"manifest.json has values in more than {_DEEPEST} others; export the bundle again")
+
+
+def _check_numbers(data: object, where: str) -> None:
+    """Refuses numbers that Python reads and no other reader of JSON takes."""
+    for value, _ in _values(data):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BundleError(f"{where} has the number {value}, which JSON does not have; export the bundle again")
+
+
+def _step(key: str) -> str:
+    """A key of an object as part of a place; one that could be mistaken for more than a key is quoted and cut."""
+    return f".{key}" if _PLAIN_KEY.fullmatch(key) else f"[{key!r:.60}]"
 
 
 class _Reader:
@@ -224,33 +323,45 @@ class _Reader:
 
     def get(self, key: str, kind: type) -> Any:
         if key not in self.data:
-            raise BundleError(f"{self.where}.{key} is missing")
+            raise BundleError(f"{self.where}{_step(key)} is missing")
         value = self.data[key]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise BundleError(f"{self.where}.{key} must be of type {kind.__name__}, found {value!r:.60}")
+            raise BundleError(f"{self.where}{_step(key)} must be of type {kind.__name__}, found {value!r:.60}")
         return value
 
     def size(self, key: str, minimum: int = 0) -> int:
         value: int = self.get(key, int)
         if not minimum <= value < 2**63:
-            raise BundleError(f"{self.where}.{key} must be an integer of at least {minimum}, found {value}")
+            raise BundleError(
+                f"{self.where}{_step(key)} must be an integer from {minimum} to {2**63 - 1}, found {value!r:.60}"
+            )
         return value
 
     def sha256(self, key: str) -> str:
         value: str = self.get(key, str)
         if not _SHA256.fullmatch(value):
-            raise BundleError(f"{self.where}.{key} must be 64 hexadecimal digits, found {value!r:.80}")
+            raise BundleError(f"{self.where}{_step(key)} must be 64 hexadecimal digits, found {value!r:.80}")
         return value
 
     def file(self, key: str) -> str:
         return safe_name(self.get(key, str), f"{self.where}.{key}")
+
+    def files(self, key: str) -> tuple[str, ...]:
+        where = f"{self.where}.{key}"
+        names = tuple(safe_name(name, f"{where}[{index}]") for index, name in enumerate(self.get(key, list)))
+        if not names:
+            raise BundleError(f"{where} must name at least one file, found none")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise BundleError(f"{where}[{index}]: {name!r:.80} is named twice; export the bundle again")
+        return names
 
     def child(self, key: str) -> _Reader:
         return _Reader(self.get(key, dict), f"{self.where}.{key}")
 
     def children(self, key: str) -> list[tuple[str, _Reader]]:
         where = f"{self.where}.{key}"
-        return [(name, _Reader(value, f"{where}.{name}")) for name, value in self.get(key, dict).items()]
+        return [(name, _Reader(value, f"{where}{_step(name)}")) for name, value in self.get(key, dict).items()]
 
     def items(self, key: str) -> list[_Reader]:
         where = f"{self.where}.{key}"
@@ -318,12 +429,14 @@ def _parse_model(config: Mapping[str, Any]) -> ModelSpec:
     tokens = {key: None if config.get(key) is None else entry.size(key) for key in ("bos_token_id", "eos_token_id")}
     for key, token in tokens.items():
         if token is not None and token >= sizes["vocab_size"]:
-            raise BundleError(f"manifest.config.{key} must be below vocab_size = {sizes['vocab_size']}, found {token}")
+            raise BundleError(
+                f"manifest.config.{key} must be below vocab_size = {sizes['vocab_size']}, found {token!r:.40}"
+            )
     return ModelSpec(**sizes, **tokens, layer_types=tuple(layer_types))  # type: ignore[arg-type]
 
 
 def _strings(data: Mapping[str, Any], where: str) -> dict[str, str]:
     for key, value in data.items():
         if not isinstance(value, str):
-            raise BundleError(f"{where}.{key} must be a string, found {value!r:.60}")
+            raise BundleError(f"{where}{_step(key)} must be a string, found {value!r:.60}")
     return dict(data)

@@ -41,7 +41,7 @@ class CausalLM(ForwardPass):
         load_tokenizer: Callable[[], Tokenizer],
         has_tokenizer: bool,
     ) -> None:
-        super().__init__(graphs.session("forward"), graphs.spec, mixing=mixing)
+        super().__init__(graphs.session("forward"), graphs.spec, mixing=mixing, keeps_memory=graphs.keeps_memory)
         self.graphs, self.bundle_id = graphs, bundle_id
         self._load_tokenizer = load_tokenizer
         self.has_tokenizer = has_tokenizer

@@ -43,6 +43,7 @@ from caracal_runtimes.tolerances import Tolerance
 
 _EVERYWHERE, _BY_STEPS, _BY_CHUNKS = "_everywhere", "_by_steps", "_by_chunks"
 _MOST_BYTES_PER_TOKEN = 1024  # a larger number would make any likelihood look right
+_LOGIT_BYTES = 1 << 27  # of one pass where only some columns are compared
 _REPEATS = 3  # of the pass that is timed
 #: Cases that `quick` keeps: short and ragged passes, read whole, and by steps where that is short.
 _QUICK = ("one", "odd", "ragged")
@@ -58,6 +59,7 @@ def run_parity(
     *,
     threads: int = 0,
     level: str | None = None,
+    low_memory: bool = False,
     progress: Progress | None = None,
 ) -> ParityReport:
     """Runs every golden of a bundle on a provider, in this process, and compares.
@@ -67,12 +69,13 @@ def run_parity(
         ep: provider, as `NAME` or `NAME:DEVICE`.
         threads: intra-op threads, 0 for one per core.
         level: tolerance level; the provider's own when None.
+        low_memory: give memory back after each pass over many tokens.
         progress: called with what is running, done and total.
 
     Raises:
         InputError: an unknown provider or level. Everything that goes wrong while running is in the report instead.
     """
-    row = run_provider(bundle, ep, Settings(threads=threads), level=level, progress=progress)
+    row = run_provider(bundle, ep, Settings(threads=threads, low_memory=low_memory), level=level, progress=progress)
     return whole_report(bundle, [row])
 
 
@@ -144,7 +147,12 @@ def run_provider(
         row = replace(row, settings=shown, versions=provider.detect().versions)
         # Where nodes ran is a result of its own here, beside the numbers, and not what keeps them from being made.
         model = bundle.model(
-            ep, threads=settings.threads, ep_options=settings.options, fast=settings.fast, allow_fallback=True
+            ep,
+            threads=settings.threads,
+            ep_options=settings.options,
+            fast=settings.fast,
+            allow_fallback=True,
+            low_memory=settings.low_memory,
         )
         said("loading the graphs", 0, 1)
         placement = model.placements()
@@ -247,11 +255,32 @@ def _run_product(model: CausalLM, block: int, limit: Tolerance) -> CaseResult:
     return CaseResult(name, 2, block, verdict, metrics, time.perf_counter() - began, "; ".join(failures))
 
 
-def _replay(model: CausalLM, way: str, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> replay.Logits:
+def _forward(
+    model: CausalLM,
+    ids: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    columns: NDArray[np.int64] | None,
+) -> NDArray[np.float32]:
+    """Logits [B, P, V]; with columns [C] of the vocabulary [B, P, C], from as many passes as keep the whole ones small."""
+    if columns is None:
+        return model.forward(ids, positions, lengths)
+    step = max(1, _LOGIT_BYTES // (4 * len(ids) * model.spec.vocab_size))
+    pieces = (positions[:, start : start + step] for start in range(0, positions.shape[1], step))
+    return np.concatenate([model.forward(ids, piece, lengths)[..., columns] for piece in pieces], axis=1)
+
+
+def _replay(
+    model: CausalLM,
+    way: str,
+    ids: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    columns: NDArray[np.int64] | None,
+) -> replay.Logits:
     rows = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
     check_ids(ids, model.spec.vocab_size)
     check_decode(model.spec, lengths.tolist(), 1, CHUNK, mixing=model.mixing, granted=model.graphs.granted)
-    return (replay.by_steps if way == _BY_STEPS else replay.by_chunks)(model.graphs, rows)
+    return (replay.by_steps if way == _BY_STEPS else replay.by_chunks)(model.graphs, rows, columns)
 
 
 def _run_case(bundle: Bundle, model: CausalLM, case: GoldenCase, limit: Tolerance, way: str = "") -> CaseResult:
@@ -274,17 +303,16 @@ def _run_case(bundle: Bundle, model: CausalLM, case: GoldenCase, limit: Toleranc
             )
         if not np.isfinite(ref).all():
             return result("FAILED", None, "the recorded reference itself has NaN or infinite logits")
+        columns = np.asarray(tensors.tensor(f"{case.name}/columns")) if case.columns else None
         began = time.perf_counter()
         if way:
-            logits = _replay(model, way, ids, lengths)
+            logits = _replay(model, way, ids, lengths, columns)
             places = [(row, at) for row, at in np.ndindex(*positions.shape) if (row, int(positions[row, at])) in logits]
             ref = np.stack([ref[row, at] for row, at in places])[None]
             got = np.stack([logits[row, int(positions[row, at])] for row, at in places])[None]
         else:
-            got = model.forward(ids, positions, lengths)
+            got = _forward(model, ids, lengths, positions, columns)
         seconds = time.perf_counter() - began
-        if case.columns:
-            got = got[..., np.asarray(tensors.tensor(f"{case.name}/columns"))]
         metrics = compare_logits(got, ref, limit, whole_vocabulary=not case.columns)
     except LimitError as error:
         return result("NOT RUN", None, str(error))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ _DTYPES = {
 }
 _BFLOAT16 = "BF16"
 _MAX_HEADER = 100 << 20
+#: A tensor's dtype, as the format names it, and its shape.
+TensorHead = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -64,19 +66,24 @@ class SafetensorsFile:
                 raw = file.read(size)
                 if len(raw) != size:
                     raise BundleError(f"{path.name} is not a safetensors file: its header is cut short")
-                header = json.loads(raw.decode("utf-8"))
+                header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
                 file.seek(0, 2)
                 data_bytes = file.tell() - 8 - size
         except OSError as error:
             raise BundleError(f"{path} cannot be read ({error})") from None
         except (ValueError, RecursionError):
-            raise BundleError(f"{path.name} is not a safetensors file: its header is not JSON") from None
+            raise BundleError(
+                f"{path.name} is not a safetensors file: its header is not JSON, or has a key twice"
+            ) from None
         if not isinstance(header, dict):
             raise BundleError(f"{path.name} is not a safetensors file: its header is no JSON object")
-        metadata = header.pop("__metadata__", None) or {}
+        metadata = {} if header.get("__metadata__") is None else header["__metadata__"]
+        header.pop("__metadata__", None)
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise BundleError(f"{path.name} is not a safetensors file: its metadata must be texts by name")
         entries = {name: _entry(path.name, name, value, 8 + size, data_bytes) for name, value in header.items()}
         _check_gapless(path.name, entries, 8 + size, data_bytes)
-        return cls(path, entries, {str(k): str(v) for k, v in metadata.items()} if isinstance(metadata, dict) else {})
+        return cls(path, entries, metadata)
 
     @property
     def numbers(self) -> int:
@@ -102,25 +109,68 @@ class SafetensorsFile:
         return array
 
 
+@dataclass(frozen=True)
+class SafetensorsFiles:
+    """Several files that together hold one set of tensors, such as a bundle's weights: a name lies in one of them only."""
+
+    files: tuple[SafetensorsFile, ...]
+    #: Which of the files has a tensor.
+    holders: dict[str, SafetensorsFile]
+
+    @classmethod
+    def open(cls, paths: Iterable[Path]) -> SafetensorsFiles:
+        """Parses and checks all headers. Raises BundleError for a bad file, and for a name that two of them have."""
+        files = tuple(map(SafetensorsFile.open, paths))
+        holders: dict[str, SafetensorsFile] = {}
+        for file in files:
+            for name in file.entries:
+                if name in holders:
+                    raise BundleError(
+                        f"the tensor {name!r:.80} is in {holders[name].path.name} and again in {file.path.name}, expected "
+                        f"it once; export the bundle again"
+                    )
+                holders[name] = file
+        return cls(files, holders)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the tensors hold together."""
+        return sum(file.numbers for file in self.files)
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """One tensor, as `SafetensorsFile.tensor` gives it. Raises BundleError when no file has the name."""
+        if name not in self.holders:
+            raise BundleError(f"{', '.join(file.path.name for file in self.files)}: no tensor {name!r:.80}")
+        return self.holders[name].tensor(name)
+
+
+def header_bytes(tensors: Mapping[str, TensorHead], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with: length and text of its header. The tensors follow in their order, without gaps.
+
+    Args:
+        tensors: dtype and shape by name.
+        metadata: texts to go with them.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    place = 0
+    for name, (dtype, shape) in tensors.items():
+        end = place + math.prod(shape) * _width(dtype)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # data that is aligned can be mapped
+    return len(raw).to_bytes(8, "little") + raw
+
+
 def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
     """Writes float32 and int64 tensors as a safetensors file. Raises OSError."""
     import numpy as np
 
     names = {np.dtype("<f4"): "F32", np.dtype("<i8"): "I64"}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    place = 0
-    for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [place, place + tensor.nbytes],
-        }
-        place += tensor.nbytes
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)  # data that is aligned can be mapped
     with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little"))
-        file.write(raw)
+        file.write(
+            header_bytes({name: (names[tensor.dtype], tensor.shape) for name, tensor in tensors.items()}, metadata)
+        )
         for tensor in tensors.values():
             file.write(np.ascontiguousarray(tensor).data if tensor.size else b"")
 
@@ -137,10 +187,14 @@ def _entry(file: str, name: str, value: object, start: int, data_bytes: int) -> 
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise BundleError(f"{wrong} has no valid shape and data_offsets")
     begin, end = offsets
-    width = 2 if dtype == _BFLOAT16 else int(_DTYPES[dtype].lstrip("<?iuf") or 1)
-    if not begin <= end <= data_bytes or end - begin != math.prod(shape) * width:
+    if not begin <= end <= data_bytes or end - begin != math.prod(shape) * _width(dtype):
         raise BundleError(f"{wrong} points outside the file or does not match its shape; the file may be cut short")
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
+
+
+def _width(dtype: str) -> int:
+    """Bytes of one number."""
+    return 2 if dtype == _BFLOAT16 else int(_DTYPES[dtype].lstrip("<?iuf") or 1)
 
 
 def _check_gapless(file: str, entries: dict[str, TensorEntry], start: int, data_bytes: int) -> None:
@@ -152,6 +206,14 @@ def _check_gapless(file: str, entries: dict[str, TensorEntry], start: int, data_
         place += entry.bytes
     if place != start + data_bytes:
         raise BundleError(f"{file} is not a whole safetensors file: there is data after the last tensor")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without repeated keys: of two entries for a tensor, readers may take either. Raises ValueError."""
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return data
 
 
 def _sizes(value: Any) -> bool:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from caracal_runtimes.errors import InputError, NumericError
 from caracal_runtimes.forward import ForwardPass, token_ids
 from caracal_runtimes.metrics import log_softmax
+from caracal_runtimes.text import encode_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -89,7 +90,7 @@ def score(
             raise InputError("score: expected text, found characters that UTF-8 cannot write") from None
         if tokenizer is None:
             raise InputError("score: a text needs a tokenizer, this bundle has none; score token ids instead")
-        encoding = tokenizer.encode(text)
+        encoding = encode_text(tokenizer, text)
         ids = encoding.ids
         if ids and ids[0] != bos:  # the first token is given, not coded, and so are its bytes
             text_bytes -= len(text[: encoding.offsets[0][1]].encode("utf-8"))

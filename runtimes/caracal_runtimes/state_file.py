@@ -110,7 +110,7 @@ def _rows(
 ) -> tuple[list[Row], Progress]:
     """The rows in a file's contents. Raises ValueError, KeyError or TypeError for what `save` does not write."""
     if data["lags"] != graphs.lags:
-        raise ValueError(f"its steps mix {data['lags']} tokens, this bundle's {graphs.lags}")
+        raise ValueError(f"its steps mix {data['lags']!r:.40} tokens, this bundle's {graphs.lags}")
     rows, logits, unread = [], [], []
     for index, entry in enumerate(data["rows"]):
         found = _checked(index, tensors, graphs)
@@ -157,6 +157,8 @@ def _checked(index: int, tensors: Mapping[str, NDArray[Any]], graphs: DecodeGrap
         tensor, dtype = tensors[f"{index}.{name}"], np.int64 if name == "ids" else np.float32
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(f"row {index} has {name} of {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}")
+        if name != "ids" and not np.isfinite(tensor).all():
+            raise ValueError(f"row {index} has {name} that are not finite")
         found[name] = tensor
     return found
 

@@ -1,14 +1,15 @@
-"""From sampled ids to text as it grows: detokenisation and stop strings."""
+"""Between text and ids: the tokenizer's file and its faults, detokenisation as a text grows, stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caracal_runtimes.errors import InputError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 _REPLACEMENT = "\ufffd"
 # A UTF-8 sequence has four bytes at most, so an unfinished one has three, each shown as one U+FFFD at most.
@@ -17,6 +18,61 @@ _LONGEST_UNFINISHED = 3
 _MAX_PENDING = 16
 # Ids kept after waiting in vain: each adds a byte at least, so that they hold all of an unfinished sequence and more.
 _KEPT = 8
+
+
+def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+    """Reads a `tokenizer.json` and tries it on no text at all. Whatever truncation and padding it asks for is turned off.
+
+    Raises:
+        ValueError: what is wrong with it, in one line to go behind its name.
+        ImportError: the package `tokenizers` is missing.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        # Settings for training batches travel in the file; here they would cut a text without a word.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        added = tokenizer.encode("").ids
+        tokenizer.decode(added, skip_special_tokens=True)
+        highest = max([*tokenizer.get_vocab(with_added_tokens=True).values(), *added], default=-1)
+    except BaseException as error:  # noqa: BLE001 - `_reason` raises what is no fault of the library's
+        raise ValueError(f"is no tokenizer that the package `tokenizers` reads ({_reason(error)})") from None
+    if highest >= vocab_size:
+        raise ValueError(
+            f"has token ids up to {highest}, the model's vocab_size is {vocab_size}; the tokenizer is of another model"
+        )
+    return tokenizer
+
+
+def encode_text(tokenizer: Tokenizer, text: str, *, special: bool = True) -> Encoding:
+    """What the tokenizer makes of a text.
+
+    Args:
+        tokenizer: from `read_tokenizer`.
+        text: to be encoded.
+        special: add the special tokens that open a sequence.
+
+    Raises:
+        InputError: it cannot, for instance because it has no token for a word and none for unknown ones.
+    """
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except BaseException as error:  # noqa: BLE001 - `_reason` raises what is no fault of the library's
+        raise InputError(
+            f"tokenizer: it cannot encode the text ({_reason(error)}); use another text, or pass token ids"
+        ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """What the library says of its fault, in one line; what is none of its faults is raised again.
+
+    What it calls a panic, a fault that its authors did not expect, is no Exception.
+    """
+    if isinstance(error, MemoryError) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+        raise error
+    return "".join(c if c.isprintable() else " " for c in str(error))[:200]
 
 
 class TextStream:
@@ -83,7 +139,12 @@ class TextStream:
         return not self._decode([token_id, token_id])
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
+        except BaseException as error:  # noqa: BLE001 - `_reason` raises what is no fault of the library's
+            raise InputError(
+                f"tokenizer: it cannot decode the ids {ids!r:.60} ({_reason(error)}); work with token ids"
+            ) from None
 
 
 class StopMatcher:

@@ -442,16 +442,28 @@ def test_config_is_read_without_torch_and_numpy(statement: str) -> None:
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
+def test_a_checkpoint_is_found_and_judged_without_torch(tmp_path: Path) -> None:
+    names = "files stores safetensors_store options parameters names key_map inference fitting judging drafting hub"
+    code = "; ".join(f"import caracal.checkpoint.{name}" for name in names.split())
+    code += "; import sys; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
 def test_every_public_name_resolves() -> None:
     assert all(getattr(caracal, name) is not None for name in caracal.__all__)
 
 
 def test_lazy_names_are_the_objects_of_their_modules() -> None:
-    from caracal import checkpoint, model
+    from caracal import model
+    from caracal.checkpoint import opening, options, saving
 
     assert caracal.CaracalModel is model.CaracalModel
-    assert caracal.load_checkpoint is checkpoint.load_checkpoint
-    assert caracal.save_checkpoint is checkpoint.save_checkpoint
+    assert caracal.Checkpoint is opening.Checkpoint
+    assert caracal.ReadOptions is options.ReadOptions
+    assert caracal.load_checkpoint is opening.load_checkpoint
+    assert caracal.open_checkpoint is opening.open_checkpoint
+    assert caracal.save_checkpoint is saving.save_checkpoint
 
 
 def test_unknown_name_of_the_package_is_an_attribute_error() -> None:

@@ -95,7 +95,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "truncated weights": (_truncate, ("model.safetensors", "not a whole safetensors file")),
     "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), ("not a whole safetensors file",)),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ("has no model.safetensors",)),
-    "no config": (lambda f: (f / "config.json").unlink(), ("has no config.json",)),
+    "no config": (lambda f: (f / "config.json").unlink(), ("comes without a configuration", "--sliding-window W")),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), ("config.json", "not readable JSON")),
     "NaN": (_not_a_number, ("norm.weight", "NaN or infinite")),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ("tokenizer.json is no tokenizer",)),
@@ -122,8 +122,8 @@ def test_a_path_that_is_no_checkpoint_is_one_line(
         tmp_path / "missing": ("nothing at", "missing"),
         "": ("the path is empty",),
         tmp_path / "notes": ("has no config.json and no model.safetensors", "found a.txt"),
-        tmp_path / "file": ("is a file",),
-        bundle("matmul"): ("has no config.json",),
+        tmp_path / "file": ("is a file of another kind",),
+        bundle("matmul"): ("is a bundle", "caracal convert"),
     }.items():
         _assert_one_line(caracal("export", path, "-o", tmp_path / "out"), *words)
     assert not (tmp_path / "out").exists()
@@ -140,7 +140,7 @@ def test_an_output_that_cannot_be_is_one_line(
         tmp_path / "notes": ("is no bundle",),
         tmp_path / "missing" / "out": ("does not exist",),
         tmp_path / ("n" * 300): ("name too long",),
-        "": ("empty path",),
+        "": ("must name the bundle's folder",),
     }.items():
         _assert_one_line(caracal("export", checkpoint, "-o", path), *words)
     assert {path.name for path in tmp_path.iterdir()} == {"notes", "there"}
@@ -171,7 +171,7 @@ def test_a_bad_option_is_told_with_exit_code_2(
 
 
 def test_a_missing_argument_is_told_with_exit_code_2(caracal: Callable[..., Ran], checkpoint: Path) -> None:
-    assert caracal("export", checkpoint).code == 2
+    _assert_one_line(caracal("export", checkpoint), "-o BUNDLE is missing")
     assert caracal("export", "-o", "out").code == 2
 
 

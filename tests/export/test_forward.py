@@ -12,7 +12,14 @@ import pytest
 import torch
 from caracal_export.tracing import trace
 from caracal_export.verification import check_graph
-from caracal_export.weights import compare_weights, refer_to_weights, write_weights
+from caracal_export.weights import (
+    compare_weights,
+    graph_shapes,
+    graph_weight,
+    plan_files,
+    refer_to_weights,
+    write_files,
+)
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.forward import ForwardPass
 from numpy.typing import NDArray
@@ -185,11 +192,14 @@ def test_every_configuration_is_the_reference(
     save_checkpoint(random_model(**overrides), tmp_path / "checkpoint")
     model = load_checkpoint(tmp_path / "checkpoint")
     graph = trace(model, "forward", mixing, 18)
-    write_weights(graph, tmp_path)
-    refer_to_weights(graph, tmp_path)
+    weights = dict(model.named_parameters())
+    files = plan_files(graph_shapes({key: tuple(each.shape) for key, each in weights.items()}, model.config), None)
+    write_files(files, lambda key: graph_weight(key, weights[key], model.config), tmp_path, lambda done, total: None)
+    refer_to_weights(graph, files, tmp_path)
     ir.save(graph, tmp_path / "forward.onnx")
     check_graph(tmp_path / "forward.onnx")
-    compare_weights(model, tmp_path / "forward.onnx")
+    names = [file.name for file in files]
+    compare_weights([tmp_path / "forward.onnx"], names, weights.keys(), weights.__getitem__, model.config)
     forward = run_graph(tmp_path / "forward.onnx", model.config)
     rng = np.random.default_rng(0)
     for length in (1, 2, 3, 4, 7, 9, 16, 40, 127, 300):

@@ -200,3 +200,49 @@ def test_the_first_module_that_is_not_finite_is_named(random_model: Callable[...
     expected = {"blocks.0.mhf.pre_conv": "blocks.0.mhf.norm"}.get(module, module)  # run as a function, not as a module
     ids = torch.arange(97)[None]
     assert goldens.first_not_finite(model, ids) == expected
+
+
+def _record_one(model: CaracalModel, prompt: list[int]) -> tuple[goldens.Recorded, int]:
+    """One continuation, and how many passes of the reference it took."""
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    recorded = goldens.Recorded()
+    handle = model.register_forward_hook(count)
+    goldens._record_greedy(model, "one", np.asarray(prompt, dtype=np.int64), recorded)
+    handle.remove()
+    return recorded, passes
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"norm_before_conv": True, "use_bias": False, "hidden_act": "gelu", "conv_kernel": 1}]
+)
+@pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, 3 * WINDOW + 2])
+def test_guesses_spare_the_reference_all_but_one_pass(
+    random_model: Callable[..., CaracalModel], overrides: dict[str, Any], length: int
+) -> None:
+    _, passes = _record_one(random_model(**overrides), [5 * n % 97 for n in range(length)])
+    assert passes == 1
+
+
+@pytest.mark.parametrize("wrong", [[0], [31], [3, 4, 20], list(range(32))], ids=str)
+def test_wrong_guesses_cost_time_and_change_nothing(
+    random_model: Callable[..., CaracalModel], monkeypatch: pytest.MonkeyPatch, wrong: list[int]
+) -> None:
+    model = random_model()
+    right, _ = _record_one(model, [1, 2, 3])
+    drafted = goldens.draft_greedy
+
+    def guess(model: CaracalModel, ids: torch.Tensor, count: int) -> list[int]:
+        done = 32 - count
+        return [(t + 1) % 97 if done + n in wrong else t for n, t in enumerate(drafted(model, ids, count))]
+
+    monkeypatch.setattr(goldens, "draft_greedy", guess)
+    got, passes = _record_one(model, [1, 2, 3])
+    assert passes == 1 + len([n for n in wrong if n < 31])
+    np.testing.assert_array_equal(got.tensors["one/continuation"], right.tensors["one/continuation"])
+    # Passes over fewer tokens round differently.
+    np.testing.assert_allclose(got.tensors["one/margins"], right.tensors["one/margins"], rtol=1e-3, atol=1e-4)

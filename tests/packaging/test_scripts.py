@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -23,7 +24,13 @@ CUDA = ROOT / "benchmarks/cuda_parity.sh"
 VULKAN = ROOT / "scripts/software-vulkan.sh"
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 #: Documents and workflows whose `caracal` commands are held to the parser.
-COMMANDED = [*(ROOT / "docs" / name for name in ("recipes.md", "ci.md", "adding-a-provider.md")), *WORKFLOWS]
+COMMANDED = [
+    *(
+        ROOT / "docs" / name
+        for name in ("recipes.md", "ci.md", "adding-a-provider.md", "checkpoints.md", "security.md")
+    ),
+    *WORKFLOWS,
+]
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="scripts for bash")
 
@@ -242,3 +249,17 @@ def test_every_linux_runtime_is_in_the_workflow() -> None:
         "directml",
     }
     assert compared == known
+
+
+# scripts/generate_checkpoint_table.py
+
+
+def test_the_table_of_checkpoints_is_the_tests_own_list() -> None:
+    spec = importlib.util.spec_from_file_location("table", ROOT / "scripts/generate_checkpoint_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = script.PAGE.read_text(encoding="utf-8")
+    assert text == script.page(text), "run scripts/generate_checkpoint_table.py"
+    assert text.count("\n| ") > 100

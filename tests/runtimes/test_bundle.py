@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -71,6 +72,22 @@ class TestAltered:
         (copy.path / "forward.onnx").unlink()
         (copy.path / "forward.onnx").mkdir()
         refused(copy.path, "forward.onnx is missing")
+
+    @posix
+    @pytest.mark.parametrize("check_hashes", [True, False])
+    def test_a_pipe_in_place_of_a_file(self, copy: Any, check_hashes: bool) -> None:
+        """Opening it would wait for ever."""
+        (copy.path / "forward.onnx").unlink()
+        os.mkfifo(copy.path / "forward.onnx")
+        refused(copy.path, "forward.onnx is missing", check_hashes=check_hashes)
+
+    def test_a_name_that_means_something_else_on_another_system(self, copy: Any) -> None:
+        for name in ("NUL.txt", "readme.MD", "sub./x", "a:b", "a\u202eb"):
+            content = copy.manifest()["files"]["README.md"]
+            copy.edit_manifest(lambda data, name=name, content=content: data["files"].update({name: content}))
+            refused(copy.path, f"manifest.files: {name!r}")
+            copy.edit_manifest(lambda data, name=name: data["files"].pop(name))
+        copy.open()
 
     def test_a_file_that_the_manifest_does_not_list_is_no_error(self, copy: Any) -> None:
         (copy.path / "notes.txt").write_text("mine")
@@ -158,6 +175,15 @@ class TestExternalData:
         # Without our own check ONNX Runtime still refuses to leave the folder.
         with pytest.raises(BundleError, match=r"forward\.onnx could not be loaded"):
             OrtSession.on_cpu(copy.path / "forward.onnx")
+
+    @pytest.mark.parametrize(
+        "location",
+        ["Weights.safetensors", "weights.safetensors ", "weights.safetensors.", "weights.safetensors::$DATA", "NUL"],
+    )
+    def test_what_other_systems_take_for_a_listed_file_or_a_device(self, copy: Any, location: str) -> None:
+        point_weights_to(copy, location)
+        with pytest.raises(BundleError, match=r"forward\.onnx reads .*, which the manifest does not list"):
+            copy.model()
 
     @pytest.mark.parametrize("graph", WEIGHTY)
     def test_a_file_that_no_hash_covers_is_never_read(self, copy: Any, graph: str) -> None:
@@ -262,7 +288,7 @@ class TestNoBundle:
 
     def test_a_name_that_no_file_system_can_hold(self, copy: Any) -> None:
         copy.edit_manifest(lambda data: data["files"].update({"\ud800": data["files"]["README.md"]}))
-        refused(copy.path, "is missing")
+        refused(copy.path, "U+D800")
 
 
 class TestContents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import shutil
 import os
 import re
 import signal
@@ -255,9 +256,11 @@ class TestInfo:
     def test_a_checkpoint(self, caracal: Caracal, exported: Any) -> None:
         data = json.loads(caracal("info", exported.checkpoint, "--format", "json").out)
         stored = safetensors.numpy.load_file(exported.checkpoint / "model.safetensors")
-        assert data["kind"] == "checkpoint"
+        assert data["kind"] == "checkpoint, safetensors folder"
+        assert data["loads"].startswith("yes")
         assert data["parameters"] == sum(array.size for array in stored.values())
-        assert data["tensors"] == {name: f"F32 {list(array.shape)}" for name, array in stored.items()}
+        assert data["stored"] == f"{data['parameters']:,} numbers in float32"
+        assert data["tensors"] == {name: f"float32 {list(array.shape)}" for name, array in stored.items()}
         assert data["config"] == json.loads((exported.checkpoint / "config.json").read_text())
 
     @pytest.mark.parametrize("kind", ["bundle", "checkpoint"])
@@ -386,15 +389,24 @@ class TestErrors:
 
     @pytest.mark.parametrize("path", ["", " ", "nowhere"])
     def test_info_of_nothing(self, caracal: Caracal, path: str) -> None:
-        refused(caracal("info", path), 2, "expected a checkpoint or bundle folder", repr(path))
+        refused(
+            caracal("info", path), 2, "nothing at nowhere" if path == "nowhere" else "the path is empty", "expected"
+        )
 
     def test_info_of_something_else(self, caracal: Caracal, exported: Any, copy: Any, tmp_path: Path) -> None:
-        refused(caracal("info", tmp_path), 2, "neither a bundle", "nor a checkpoint")
-        refused(caracal("info", exported.checkpoint / "config.json"), 2, "neither a bundle")
+        refused(caracal("info", tmp_path), 2, "has no config.json and no model.safetensors")
+        refused(caracal("info", exported.checkpoint / "config.json"), 2, "is the configuration; name its folder")
         (copy.path / "weights.safetensors").unlink()
         refused(caracal("info", copy.path), 2, "weights.safetensors is missing")
-        (tmp_path / "config.json").write_text("{}")
-        refused(caracal("info", tmp_path), 2, "model_type")
+
+    def test_info_of_a_checkpoint_with_a_bad_configuration(
+        self, caracal: Caracal, exported: Any, tmp_path: Path
+    ) -> None:
+        shutil.copytree(exported.checkpoint, tmp_path / "copy")
+        (tmp_path / "copy" / "config.json").write_text("{}")
+        ran = caracal("info", tmp_path / "copy")
+        assert ran.code == 0, "what is there is described all the same"
+        assert "loads: no: config: model_type must be" in ran.out
 
     @pytest.mark.parametrize(
         ("option", "words"),
@@ -535,6 +547,103 @@ class TestErrors:
         assert list(tmp_path.iterdir()) == []
 
 
+class TestNoCheck:
+    """Hashes are skipped, and it is said wherever a number may be read."""
+
+    @pytest.fixture
+    def altered(self, copy: Any) -> Path:
+        """Of the same size, in a file that no graph reads: everything runs, and only hashing can tell."""
+        content = bytearray((copy.path / "README.md").read_bytes())
+        content[0] ^= 1
+        (copy.path / "README.md").write_bytes(content)
+        return Path(copy.path)
+
+    def argv(self, command: str, bundle: Path, tmp_path: Path) -> list[object]:
+        (tmp_path / "text").write_text(TEXT, encoding="utf-8")
+        more: dict[str, list[object]] = {
+            "generate": ["--ids", "1", "-n", 1],
+            "score": [tmp_path / "text"],
+            "parity": ["--quick"],
+            "bench": ["--contexts", 4, "-n", 2, "--warmup", 0, "--repeats", 1],
+            "bisect": ["--ep", "reference", "--graph", "convolve"],
+        }
+        return [command, bundle, *more[command], "--threads", 1]
+
+    @pytest.mark.parametrize("command", ["generate", "score", "parity", "bench", "bisect"])
+    def test_every_command_skips_the_hashes_and_says_so(
+        self, caracal: Caracal, altered: Path, tmp_path: Path, command: str
+    ) -> None:
+        argv = [*self.argv(command, altered, tmp_path), "--format", "json"]
+        refused(caracal(*argv), 2, "README.md was altered")
+        ran = caracal(*argv, "--no-check")
+        assert ran.code == 0
+        warning = (
+            f"caracal: WARNING: --no-check: the files of {altered} were not compared with their hashes; numbers from an altered "
+            f"file would not be noticed"
+        )
+        assert ran.err.splitlines().count(warning) == 1
+        data = json.loads(ran.out)
+        assert [row["unchecked"] for row in data["providers"]] == [True] if command == "parity" else data["unchecked"]
+
+    @pytest.mark.parametrize("command", ["generate", "score", "bench"])
+    def test_without_it_nothing_is_said(self, caracal: Caracal, exported: Any, tmp_path: Path, command: str) -> None:
+        ran = caracal(*self.argv(command, exported.bundle, tmp_path), "--format", "json")
+        assert (ran.code, json.loads(ran.out)["unchecked"], "WARNING" in ran.err) == (0, False, False)
+
+    @pytest.mark.parametrize("command", ["generate", "score", "parity", "bench", "bisect"])
+    def test_presence_size_and_links_are_looked_at_all_the_same(
+        self, caracal: Caracal, altered: Path, tmp_path: Path, command: str
+    ) -> None:
+        argv = [*self.argv(command, altered, tmp_path), "--no-check"]
+        (altered / "README.md").write_text("short")
+        refused(caracal(*argv), 2, "README.md has 5 bytes")
+        (altered / "README.md").unlink()
+        refused(caracal(*argv), 2, "README.md is missing")
+        if sys.platform != "win32":
+            (altered / "README.md").symlink_to(tmp_path / "text")
+            refused(caracal(*argv), 2, "README.md is a link")
+
+    def test_parity_says_it_in_its_verdicts_and_pages(self, caracal: Caracal, altered: Path, tmp_path: Path) -> None:
+        argv = ["parity", altered, "--quick", "--threads", 1, "--no-check", "--report", tmp_path / "report"]
+        ran = caracal(*argv)
+        assert ran.code == 0
+        verdict = ran.out.splitlines()[-1]
+        assert verdict.startswith("PASSED  parity matmul float32 on cpu (unchecked: hashes not compared)  worst ")
+        assert "note: the bundle's files were not compared with their hashes (--no-check)" in ran.out
+        pages = [path.read_text(encoding="utf-8") for path in (tmp_path / "report").iterdir() if path.is_file()]
+        assert len(pages) >= 3
+        assert all("not compared with their hashes" in page for page in pages)
+
+    def test_bisect_says_it_in_its_notes(self, caracal: Caracal, altered: Path, tmp_path: Path) -> None:
+        ran = caracal(*self.argv("bisect", altered, tmp_path), "--no-check")
+        assert (ran.code, ran.out.count("note: the bundle's files were not compared with their hashes")) == (0, 1)
+
+    def test_joined_reports_keep_it(self, caracal: Caracal, altered: Path, exported: Any, tmp_path: Path) -> None:
+        files = [tmp_path / "a.json", tmp_path / "b.json"]
+        for bundle, file, more in ((altered, files[0], ["--no-check"]), (exported.bundle, files[1], [])):
+            argv = ["parity", bundle, "--quick", "--threads", 1, "--json", file, *more]
+            assert caracal(*argv).code == 0
+        lines = caracal("parity", "merge", *files).out.splitlines()
+        assert lines[-1].endswith("unchecked, hashes not compared: cpu")
+        assert sum("(unchecked: hashes not compared)" in line for line in lines[:3]) == 1
+
+    def test_joining_runs_nothing_that_could_be_checked(self, caracal: Caracal) -> None:
+        refused(caracal("parity", "merge", "a.json", "b.json", "--no-check"), 2, "--no-check cannot be meant")
+
+    @pytest.mark.parametrize("command", ["generate", "score", "parity", "bench", "bisect"])
+    def test_auto_is_refused_which_remembers(
+        self, caracal: Caracal, altered: Path, tmp_path: Path, command: str
+    ) -> None:
+        argv = [item for item in self.argv(command, altered, tmp_path) if item not in ("--ep", "reference")]
+        ran = caracal(*argv, "--no-check", "--ep", "auto")
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.splitlines()[-1].startswith("caracal: --no-check: --ep auto judges")
+
+    def test_info_and_verify_have_no_such_thing(self, caracal: Caracal, altered: Path) -> None:
+        for command in ("info", "verify", "sign"):
+            assert caracal(command, altered, "--no-check").code == 2
+
+
 class TestUsage:
     def test_no_command(self, caracal: Caracal) -> None:
         ran = caracal()
@@ -554,7 +663,9 @@ class TestUsage:
         assert ran.err.startswith("usage: caracal")
         assert "error: " in ran.err.splitlines()[-1]
 
-    @pytest.mark.parametrize("command", ["generate", "score", "parity", "info", "export", "demo", "bench"])
+    @pytest.mark.parametrize(
+        "command", ["generate", "score", "parity", "info", "export", "demo", "bench", "sign", "verify"]
+    )
     def test_help_of_every_command(self, caracal: Caracal, command: str) -> None:
         ran = caracal(command, "--help")
         assert (ran.code, ran.err) == (0, "")
@@ -563,15 +674,18 @@ class TestUsage:
     def test_commands_come_in_the_order_of_a_first_use(self, caracal: Caracal) -> None:
         lines = caracal("--help").out.splitlines()
         names = [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "]
-        assert [name for name in names if name != "COMMAND"][:9] == [
+        assert [name for name in names if name != "COMMAND"][:12] == [
             "demo",
             "export",
             "info",
+            "convert",
             "providers",
             "generate",
             "score",
             "parity",
             "bisect",
+            "sign",
+            "verify",
             "bench",
         ]
 

@@ -62,12 +62,18 @@ def test_the_commands_work_without_the_exporters_packages(exported: Any) -> None
 import io, os
 from caracal_runtimes.cli import main
 sys.stderr = io.StringIO()  # progress
-bundle, checkpoint = sys.argv[2:]
+(bundle,) = sys.argv[2:]
 print([main(argv) for argv in (
-    ["info", bundle], ["info", checkpoint], ["parity", bundle, "--threads", "1", "--json", os.devnull, "--format", "json"],
+    ["info", bundle], ["parity", bundle, "--threads", "1", "--json", os.devnull, "--format", "json"],
     ["generate", bundle, "-p", "God", "-n", "2"])])
 """
-    assert python(code, str(exported.bundle), str(exported.checkpoint)).splitlines()[-1] == "[0, 0, 0, 0]"
+    assert python(code, str(exported.bundle)).splitlines()[-1] == "[0, 0, 0]"
+
+
+def test_a_checkpoint_is_described_without_torch(exported: Any) -> None:
+    code = "from caracal_runtimes.cli import main\nmain(['info', sys.argv[2]])"
+    blocked = [name for name in EXPORTER_ONLY if name != "safetensors"]
+    assert "loads: yes" in python(code, str(exported.checkpoint), blocked=blocked)
 
 
 RAISES = """

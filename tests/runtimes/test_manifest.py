@@ -34,7 +34,7 @@ def graph(name: str, inputs: list[Any], outputs: list[Any]) -> dict[str, Any]:
 
 VALID: dict[str, Any] = {
     "format": "caracal-bundle",
-    "format_version": 3,
+    "format_version": 4,
     "config": {
         "vocab_size": 19,
         "hidden_size": 12,
@@ -52,7 +52,7 @@ VALID: dict[str, Any] = {
         "forward": graph("forward", [IDS], [LOGITS]),
         **{name: graph(name, [], []) for name in GRAPHS[1:]},
     },
-    "weights": "w.safetensors",
+    "weights": ["w.safetensors", "shards/w2.safetensors"],
     "golden": {
         "file": "g.safetensors",
         "reference": "PyTorch",
@@ -64,7 +64,7 @@ VALID: dict[str, Any] = {
         name: {"bytes": 7, "sha256": HASH}
         for name in (
             *(f"graphs/{name}.onnx" for name in GRAPHS),
-            *("w.safetensors", "g.safetensors", "tokenizer.json"),
+            *("w.safetensors", "shards/w2.safetensors", "g.safetensors", "tokenizer.json"),
         )
     },
     "tokenizer": "tokenizer.json",
@@ -132,7 +132,13 @@ LAYERS = [path for path in PATHS if path[:-1] == ("config", "layer_types")]
 TYPED = [path for path in PATHS if path not in DIMENSIONS and path not in LAYERS]
 REQUIRED = [path for path in TYPED if isinstance(path[-1], str) and path not in OPTIONAL and path[:-1] not in MAPS]
 NUMBERS = [path for path in TYPED if type(at(VALID, path)) is int and path != ("format_version",)]
-FILES: list[Keys] = [("weights",), ("golden", "file"), ("tokenizer",), *(("graphs", name, "file") for name in GRAPHS)]
+FILES: list[Keys] = [
+    ("weights", 0),
+    ("weights", 1),
+    ("golden", "file"),
+    ("tokenizer",),
+    *(("graphs", name, "file") for name in GRAPHS),
+]
 WRONG: list[Any] = [None, True, 1, 1.5, math.nan, math.inf, "x", [], {}]
 
 
@@ -151,6 +157,7 @@ class TestRoundTrip:
             ("batch", "positions", 19),
         )
         assert manifest.files["w.safetensors"].sha256 == HASH
+        assert manifest.weights == ("w.safetensors", "shards/w2.safetensors")
         assert (manifest.golden.cases[0].length, manifest.golden.greedy[0].new_tokens) == (2, 32)
         assert (manifest.model.sliding_window, manifest.model.conv_kernel, manifest.model.eos_token_id) == (4, 3, 18)
         assert manifest.model.layer_types == ("mhf", "sliding_attention", "mhf")
@@ -214,8 +221,9 @@ class TestMalformed:
     @pytest.mark.parametrize(
         ("version", "advice"),
         [
-            (4, "update caracal-onnx"),
+            (5, "update caracal-onnx"),
             (10**30, "update"),
+            (3, "export the bundle again"),
             (2, "export the bundle again"),
             (1, "export the bundle again"),
             (0, "export the bundle again"),
@@ -262,6 +270,18 @@ class TestMalformed:
     def test_a_file_that_is_not_listed(self, path: Keys) -> None:
         refused(replaced(path, "elsewhere.bin"), r"manifest\.files has no entry for 'elsewhere\.bin'")
 
+    def test_one_weight_file_is_a_list_too(self) -> None:
+        assert Manifest.from_json(replaced(("weights",), ["w.safetensors"])).weights == ("w.safetensors",)
+        refused(
+            replaced(("weights",), "w.safetensors"), r"manifest\.weights must be of type list, found 'w\.safetensors'"
+        )
+
+    def test_no_weight_file(self) -> None:
+        refused(replaced(("weights",), []), r"manifest\.weights must name at least one file")
+
+    def test_a_weight_file_twice(self) -> None:
+        refused(replaced(("weights", 1), "w.safetensors"), r"manifest\.weights\[1\]: 'w\.safetensors' is named twice")
+
     @pytest.mark.parametrize("outer", [(), ("files",), ("files", "w.safetensors"), ("config",)])
     def test_the_same_key_twice(self, outer: Keys) -> None:
         """Which of two entries counts differs between JSON readers, so that they would check different hashes."""
@@ -289,9 +309,70 @@ class TestNames:
     def test_in_the_list_of_files(self, name: str) -> None:
         refused(replaced(("files", name), {"bytes": 1, "sha256": HASH}), r"manifest\.files: ")
 
-    @pytest.mark.parametrize("name", ["a", "a.b", "...", "..a", "a..", ".hidden", "a b/c", "ü/日本", "a/b/c.onnx"])
+    @pytest.mark.parametrize(
+        "name",
+        ["a", "a.b", "..a", ".hidden", "a b/c", "ü/日本", "a/b/c.onnx", "console", "com", "com12", "nul_", "x.nul", "lpt.1",
+         "con-a.txt", "a" * 1000, "%s{x}$HOME", "-x", "~", "a'b"],
+    )  # fmt: skip
     def test_plain_names(self, name: str) -> None:
         assert safe_name(name, "here") == name
+
+    @pytest.mark.parametrize(
+        "name",
+        ["CON", "con", "NUL", "nul.txt", "Aux.tar.gz", "PRN.", "COM1", "com9.onnx", "LPT1", "lpt0.x", "COM\u00b2", "CONIN$",
+         "conout$.x", "NUL .txt", "nul/a", "a/b/aux", "a/NUL.onnx", "Com1.\u65e5\u672c"],
+    )  # fmt: skip
+    def test_devices_of_windows(self, name: str) -> None:
+        with pytest.raises(BundleError, match=r"^here: .* names a device on Windows; refused"):
+            safe_name(name, "here")
+
+    @pytest.mark.parametrize("name", ["a.", "a ", "a..", "...", "a/b.", "a./b", "a /b", "a.onnx "])
+    def test_endings_that_windows_drops(self, name: str) -> None:
+        with pytest.raises(BundleError, match="ends in a dot or a blank"):
+            safe_name(name, "here")
+
+    @pytest.mark.parametrize(
+        ("name", "code"),
+        [("a\nb", "000A"), ("a\tb", "0009"), ("\x1b[2Ja", "001B"), ("a\x7f", "007F"), ("a\x85b", "0085"),
+         ("a\u200bb", "200B"), ("a\u202exno.b", "202E"), ("\ufeffa", "FEFF"), ("a\u2028b", "2028"), ("a\udcffb", "DCFF")],
+    )  # fmt: skip
+    def test_what_cannot_be_seen(self, name: str, code: str) -> None:
+        with pytest.raises(BundleError, match=rf"control or invisible character U\+{code}") as caught:
+            safe_name(name, "here")
+        assert str(caught.value).isprintable()
+
+    @pytest.mark.parametrize("name", ["ab:c", "w.safetensors:x", "a/b:$DATA", 'a"b', "a<b", "a>b", "a|b", "a?", "*"])
+    def test_what_windows_keeps_for_itself(self, name: str) -> None:
+        with pytest.raises(BundleError, match="means something else on Windows"):
+            safe_name(name, "here")
+
+    def test_names_longer_than_any_file_has(self) -> None:
+        for name in ("a" * 1001, "a/" * 500_000 + "a"):
+            with pytest.raises(BundleError, match="at most 1000 characters") as caught:
+                safe_name(name, "here")
+            assert len(str(caught.value)) < 400
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [("more", "MORE"), ("a/b", "A/b"), ("a/b", "a/B"), ("caf\u00e9", "cafe\u0301"), ("CAFE\u0301", "caf\u00e9"),
+         ("\u212b", "\u00e5"), ("stra\u00dfe", "STRASSE")],
+    )  # fmt: skip
+    def test_two_names_that_are_one_file_on_some_systems(self, one: str, other: str) -> None:
+        entry = {"bytes": 1, "sha256": HASH}
+        for names in ((one, other), (other, one)):
+            data = copy.deepcopy(VALID)
+            data["files"].update(dict.fromkeys(names[:1], entry))
+            Manifest.from_json(json.dumps(data))
+            data["files"][names[1]] = entry
+            refused(json.dumps(data), r"manifest\.files: .* are the same file on some systems")
+
+    @pytest.mark.parametrize("name", ["manifest.json", "Manifest.JSON", "manifest.sig", "MANIFEST.SIG"])
+    def test_the_manifest_and_its_signature_are_not_listed(self, name: str) -> None:
+        refused(replaced(("files", name), {"bytes": 1, "sha256": HASH}), "are the same file on some systems")
+
+    @pytest.mark.parametrize("name", ["w.safetensors/x", "W.safetensors/x", "manifest.sig/x", "graphs/step.onnx/a/b"])
+    def test_a_file_that_is_the_folder_of_another(self, name: str) -> None:
+        refused(replaced(("files", name), {"bytes": 1, "sha256": HASH}), "is a file and the folder of")
 
     @pytest.mark.parametrize("name", [None, 1, b"a", ["a"]])
     def test_no_string(self, name: object) -> None:

@@ -318,6 +318,24 @@ def test_weights_that_cannot_be_inlined_are_named(tmp_path: Path, monkeypatch: p
         rewrite.RewrittenFile(model, tmp_path, "toy.onnx")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a file with a hole in it takes its whole size there")
+def test_weights_are_inlined_from_several_files_and_behind_2_gib(tmp_path: Path) -> None:
+    onnx: Any = pytest.importorskip("onnx")
+    from caracal_runtimes.providers import rewrite
+
+    model = external_toy(tmp_path)
+    other = model.graph.initializer.add()
+    other.CopyFrom(onnx.numpy_helper.from_array(np.float32([4, 5]), "other"))
+    onnx.external_data_helper.set_external_data(other, location="second.bin", offset=2**31 + 12, length=8)
+    other.ClearField("raw_data")
+    with (tmp_path / "second.bin").open("wb") as file:
+        file.seek(2**31 + 12)  # what is before is a hole
+        file.write(np.float32([4, 5, 6]).tobytes())
+    whole = rewrite.inline_weights(model, tmp_path)
+    found = {tensor.name: onnx.numpy_helper.to_array(tensor).tolist() for tensor in whole.graph.initializer}
+    assert found == {"rest": [-1], "w": [1, 2, 3], "other": [4, 5]}
+
+
 def test_a_file_that_is_no_graph_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     from caracal_runtimes.providers import rewrite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from caracal_runtimes.errors import BundleError
-from caracal_runtimes.safetensors_file import SafetensorsFile
+from caracal_runtimes.safetensors_file import (
+    SafetensorsFile,
+    SafetensorsFiles,
+    header_bytes,
+    write_safetensors,
+)
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -118,6 +124,81 @@ class TestReading:
     def test_a_name_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(BundleError, match=r"x\.safetensors has no tensor 'b'"):
             SafetensorsFile.open(write(tmp_path, {"a": entry()}, bytes(8))).tensor("b")
+
+
+WRITTEN = {
+    "b": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "a": np.arange(3, dtype=np.int64),
+    "none": np.zeros((0, 4), np.float32),
+    "scalar": np.float32(7).reshape(()),
+}
+
+
+class TestWriting:
+    @pytest.mark.parametrize("metadata", [{}, {"format": "ü"}, {"odd": "x" * 5, "more": ""}])
+    def test_the_library_reads_what_is_written(self, tmp_path: Path, metadata: dict[str, str]) -> None:
+        path = tmp_path / "x.safetensors"
+        write_safetensors(path, WRITTEN, metadata)
+        with safetensors.safe_open(path, framework="np") as file:
+            assert (file.metadata() or {}) == metadata
+        found = safetensors.numpy.load_file(path)
+        assert found.keys() == WRITTEN.keys()
+        for name, array in WRITTEN.items():
+            np.testing.assert_array_equal(found[name], array, strict=True)
+
+    @given(st.lists(st.text(min_size=1, max_size=9), unique=True, max_size=5))
+    def test_data_begins_at_a_multiple_of_eight(self, names: list[str]) -> None:
+        header = header_bytes({name: ("F32", (1,)) for name in names if name != "__metadata__"}, {"format": "x"})
+        assert len(header) % 8 == 0
+        assert int.from_bytes(header[:8], "little") == len(header) - 8
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="a file with a hole in it takes its whole size there")
+    def test_a_tensor_behind_2_gib(self, tmp_path: Path) -> None:
+        """The file is a hole but for its two ends."""
+        path = tmp_path / "x.safetensors"
+        header = header_bytes({"large": ("F32", (2**29 + 7,)), "small": ("F32", (5,))}, {})
+        small = np.float32([1, -2, 3, -4, 5])
+        with path.open("wb") as file:
+            file.write(header)
+            file.seek(len(header) + 4 * (2**29 + 7))
+            file.write(small.tobytes())
+        mine = SafetensorsFile.open(path)
+        assert mine.entries["small"].offset == len(header) + 2**31 + 28
+        with safetensors.safe_open(path, framework="np") as theirs:
+            np.testing.assert_array_equal(theirs.get_tensor("small"), small, strict=True)
+        np.testing.assert_array_equal(mine.tensor("small"), small, strict=True)
+        assert mine.tensor("large").shape == (2**29 + 7,)
+
+
+class TestSeveralFiles:
+    def write(self, folder: Path, **files: dict[str, NDArray[Any]]) -> list[Path]:
+        for name, tensors in files.items():
+            safetensors.numpy.save_file(tensors, folder / f"{name}.safetensors")
+        return [folder / f"{name}.safetensors" for name in files]
+
+    def test_a_tensor_is_found_in_its_file(self, tmp_path: Path) -> None:
+        first, second = {"a": np.arange(3.0), "c": np.arange(4)}, {"b": np.ones((2, 2), np.int8)}
+        files = SafetensorsFiles.open(self.write(tmp_path, one=first, two=second))
+        assert files.numbers == 3 + 4 + 4
+        assert {name: file.path.stem for name, file in files.holders.items()} == {"a": "one", "c": "one", "b": "two"}
+        for name, array in {**first, **second}.items():
+            np.testing.assert_array_equal(files.tensor(name), array, strict=True)
+
+    def test_a_name_in_two_files(self, tmp_path: Path) -> None:
+        paths = self.write(tmp_path, one={"a": np.zeros(1), "b": np.zeros(1)}, two={"c": np.zeros(1), "b": np.zeros(1)})
+        with pytest.raises(BundleError, match=r"the tensor 'b' is in one\.safetensors and again in two\.safetensors"):
+            SafetensorsFiles.open(paths)
+
+    def test_a_name_in_none(self, tmp_path: Path) -> None:
+        files = SafetensorsFiles.open(self.write(tmp_path, one={"a": np.zeros(1)}, two={"b": np.zeros(1)}))
+        with pytest.raises(BundleError, match=r"one\.safetensors, two\.safetensors: no tensor 'c'"):
+            files.tensor("c")
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        paths = self.write(tmp_path, one={"a": np.zeros(1)}, two={"b": np.zeros(1)})
+        paths[1].unlink()
+        with pytest.raises(BundleError, match=r"two\.safetensors cannot be read"):
+            SafetensorsFiles.open(paths)
 
 
 class TestDamaged:

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from caracal_runtimes.cli.arguments import add_format_argument
 from caracal_runtimes.errors import InputError
 
+from caracal_export.cli.checkpoint_arguments import CHECKPOINT_HELP, add_checkpoint_arguments, locate, read_options
+from caracal_export.cli.info_checkpoint import describe_checkpoint
+
 if TYPE_CHECKING:
     from caracal_runtimes.onnx_graph import Model
 
@@ -20,33 +23,34 @@ HELP = "describe a checkpoint or a bundle"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("path", metavar="PATH", help="checkpoint or bundle folder")
+    parser.add_argument("path", metavar="PATH", help=f"a bundle, or a checkpoint: {CHECKPOINT_HELP}")
     parser.add_argument("--check", action="store_true", help="hash every file of a bundle (without: sizes only)")
     parser.add_argument("--ep", metavar="NAME", help="one provider's kernels instead of every known one's")
     add_format_argument(parser)
+    add_checkpoint_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     from caracal_runtimes.manifest import MANIFEST_FILE
 
-    path = Path(args.path)
-    if not str(args.path).strip() or not path.exists():
-        raise InputError(f"info: expected a checkpoint or bundle folder, found nothing at {args.path!r}")
+    place, snapshot = locate(args, args.path)
+    path = Path(place)
     if (path / MANIFEST_FILE).is_file():
         found = _bundle(path, check_hashes=args.check, ep=args.ep)
-    elif (path / "config.json").is_file():
-        if args.ep is not None:
-            raise InputError(f"info: --ep is about a bundle's operators, and {path} is a checkpoint; export it first")
-        found = _checkpoint(path)
     else:
-        raise InputError(
-            f"info: {path} is neither a bundle (no {MANIFEST_FILE}) nor a checkpoint folder (no config.json)"
-        )
+        if args.ep is not None:
+            raise InputError(
+                f"info: --ep is about a bundle's operators, and {path} is none; export the checkpoint first"
+            )
+        found = describe_checkpoint(path, read_options(args), snapshot)
     if args.format == "json":
         print(json.dumps(found, indent=2))
-    else:
-        print("\n".join(_text(found)))
+        return 0
+    draft = found.pop("key_map_draft", None)
+    print("\n".join(_text(found)))
+    if draft is not None:
+        print(f"\n# key map: save what follows and pass it with --key-map FILE\n\n{draft}")
     return 0
 
 
@@ -155,28 +159,6 @@ _ORDER = ("missing", "opset", "dtype", "conditional", "unknown")
 
 def _qualified(op: str, domain: str) -> str:
     return f"{domain}.{op}" if domain else op
-
-
-def _checkpoint(path: Path) -> dict[str, Any]:
-    from caracal_runtimes.safetensors_file import SafetensorsFile
-
-    from caracal.config import CaracalConfig
-
-    config = CaracalConfig.from_file(path / "config.json")
-    weights = path / "model.safetensors"
-    if not weights.is_file():
-        raise InputError(f"info: {path} has a config.json but no model.safetensors")
-    stored = SafetensorsFile.open(weights)
-    dtypes = sorted({entry.dtype for entry in stored.entries.values()})
-    return {
-        "kind": "checkpoint",
-        "path": str(path),
-        "parameters": stored.numbers,
-        "dtypes": ", ".join(dtypes),
-        "config": config.to_dict(),
-        "files": {file.name: f"{file.stat().st_size:,} bytes" for file in sorted(path.iterdir()) if file.is_file()},
-        "tensors": {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in sorted(stored.entries.items())},
-    }
 
 
 def _text(data: dict[str, Any], indent: str = "") -> list[str]:

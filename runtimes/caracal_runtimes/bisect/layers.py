@@ -82,7 +82,7 @@ def layer_errors(
 
     surgeon = Surgeon(bundle.file(bundle.manifest.graphs[graph].file)) if graph in bundle.manifest.graphs else None
     with tempfile.TemporaryDirectory(prefix="caracal-bisect-") as folder:
-        workshop = Workshop(Path(folder), [bundle.file(bundle.manifest.weights)])
+        workshop = Workshop(Path(folder), [bundle.file(name) for name in bundle.manifest.weights])
         chosen = cases_for(bundle, graph, case, workshop, time_limit)[-1]
         assert surgeon is not None
         inputs = workshop.save(chosen.feeds)

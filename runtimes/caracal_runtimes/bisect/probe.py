@@ -124,7 +124,7 @@ class Side:
         self.provider = provider
         self.ep = f"{provider.name}:{device}" if device else provider.name
         # Nodes that run elsewhere are told, not refused: what they compute is looked at all the same.
-        self.settings = replace(settings, device=device, allow_fallback=True, weights=None)
+        self.settings = replace(settings, device=device, allow_fallback=True, weights=())
         self.workshop, self.time_limit = workshop, time_limit
         self.processes = 0
         self.versions: dict[str, str] = {}

@@ -47,7 +47,7 @@ def write(folder: Path, scene: Scene, finding: Finding, report: BisectReport, we
         scene: the failure, with the graph and the reference's values.
         finding: what to cut out; where no cut-out fails by itself, the whole graph is written.
         report: for the figures.
-        weights: folder with the weights' file.
+        weights: folder with the weights' files.
 
     Returns:
         What the script said when it was tried, in one line.

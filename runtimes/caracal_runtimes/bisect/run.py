@@ -122,7 +122,7 @@ class _Bisection:
         level = options.level or provider.level
         self.tolerance: Tolerance = tolerances.tolerance_for(level, bundle.manifest.precision)
         self.level = tolerances.node_level(level)
-        self.workshop = Workshop(folder / "work", [bundle.file(bundle.manifest.weights)])
+        self.workshop = Workshop(folder / "work", [bundle.file(name) for name in bundle.manifest.weights])
         settings = Settings(None, options.threads, options.fast, dict(options.ep_options))
         self.side = Side(options.ep, settings, self.workshop, options.time_limit)
         self.right = Side(inner, Settings(threads=options.threads), self.workshop, max(600.0, options.time_limit))

@@ -24,7 +24,20 @@ GROUP = "caracal.commands"
 _SIGPIPE = 141  # what a shell reports for a writer whose reader has gone: the result was not delivered, so not 0
 DISTRIBUTION = "caracal-onnx"
 # The order of a first use; what is registered besides comes after.
-_ORDER = ("demo", "export", "info", "providers", "generate", "score", "parity", "bisect", "bench")
+_ORDER = (
+    "demo",
+    "export",
+    "info",
+    "convert",
+    "providers",
+    "generate",
+    "score",
+    "parity",
+    "bisect",
+    "sign",
+    "verify",
+    "bench",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from caracal_runtimes.errors import BundleError, NotRunError, PlacementError
 from caracal_runtimes.placing import placement_of
-from caracal_runtimes.safetensors_file import SafetensorsFile
+from caracal_runtimes.safetensors_file import SafetensorsFiles
 from caracal_runtimes.session import (
     Binding,
     CopyBinding,
@@ -34,17 +34,17 @@ CPU = "CPUExecutionProvider"
 
 
 class SharedWeights:
-    """The weight file of a bundle, mapped once, for several sessions.
+    """The weight files of a bundle, mapped once, for several sessions.
 
     By itself every session makes a copy of all weights, packed for its matrix products. Sessions that share read the
-    mapped file instead: one copy, and the operating system may share it among processes. For one row the products run
+    mapped files instead: one copy, and the operating system may share it among processes. For one row the products run
     at the speed of the memory either way; for several rows a packed copy is some times faster.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, paths: Iterable[Path]) -> None:
         ort = import_onnxruntime()
-        weights = SafetensorsFile.open(path)
-        self._arrays = {name: weights.tensor(name) for name in weights.entries}
+        weights = SafetensorsFiles.open(paths)
+        self._arrays = {name: weights.tensor(name) for name in weights.holders}
         # Made from an array in main memory, such a value refers to the array and copies nothing.
         self.values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._arrays.items()}
 
@@ -106,6 +106,7 @@ class OrtSession:
         allow_fallback: accept nodes on other providers.
         dimensions: sizes that symbolic axes are fixed to before the graph is optimised.
         memory: where `device_array` makes arrays.
+        release: after each run, give back the main memory that it took beyond the weights.
 
     Raises:
         NotRunError: ONNX Runtime is not installed or the provider does not start.
@@ -125,8 +126,13 @@ class OrtSession:
         allow_fallback: bool = False,
         dimensions: Mapping[str, int] | None = None,
         memory: DeviceMemory | None = None,
+        release: bool = False,
     ) -> None:
         ort = import_onnxruntime()
+        self._run_options: Any = None
+        if release:
+            self._run_options = ort.RunOptions()
+            self._run_options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         self.name, self.ep, self._path, self._ort_name = path.name, ep, path, ort_name
         self._memory = memory
         self.threads = threads or default_threads()
@@ -165,7 +171,7 @@ class OrtSession:
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> list[NDArray[Any]]:
         """Runs the graph. Raises NotRunError with the runtime's own words when it fails."""
         try:
-            return [np.asarray(value) for value in self._session.run(outputs, contiguous(inputs))]
+            return [np.asarray(value) for value in self._session.run(outputs, contiguous(inputs), self._run_options)]
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.manifest import GraphSpec
-from caracal_runtimes.providers.ort import DeviceMemory, OrtSession, SharedWeights, import_onnxruntime
+from caracal_runtimes.providers.ort import CPU, DeviceMemory, OrtSession, SharedWeights, import_onnxruntime
 from caracal_runtimes.providers.ort_shapes import OrtFixedSession
 from caracal_runtimes.providers.protocol import Detection, Provider, Settings
 from caracal_runtimes.providers.quiet import quiet
 from caracal_runtimes.session import Session, first_line
 
-_SHARED: weakref.WeakValueDictionary[tuple[str, int, int], SharedWeights] = weakref.WeakValueDictionary()
+_SHARED: weakref.WeakValueDictionary[tuple[tuple[str, int, int], ...], SharedWeights] = weakref.WeakValueDictionary()
 _REGISTERED: dict[str, str] = {}  # plugin's provider name -> library, for this process
 #: Distributions that contain the module `onnxruntime`; at most one of them may be installed.
 BUILDS = (
@@ -113,10 +113,11 @@ class OrtProvider(Provider):
                     self.ort_name,
                     lambda options: self._configure(options, settings),
                     threads=settings.threads,
-                    weights=shared_weights(settings.weights) if self.shares and settings.weights is not None else None,
+                    weights=shared_weights(settings.weights) if self.shares and settings.weights else None,
                     allow_fallback=settings.allow_fallback,
                     dimensions=dimensions,
                     memory=None if self.fixed_shapes else self._memory(settings),
+                    release=settings.low_memory and self.ort_name == CPU and _reads_sequences(spec),
                 )
 
         if not self.fixed_shapes:
@@ -296,11 +297,17 @@ def installed(*packages: str) -> dict[str, str]:
     return found
 
 
-def shared_weights(path: Path) -> SharedWeights:
-    """The mapped weight file, the same object for all sessions that are alive together."""
-    status = path.stat()
-    key = (str(path.resolve()), status.st_mtime_ns, status.st_size)
+def shared_weights(paths: Sequence[Path]) -> SharedWeights:
+    """The mapped weight files, the same object for all sessions that are alive together."""
+    key = tuple(
+        (str(path.resolve()), status.st_mtime_ns, status.st_size) for path in paths for status in (path.stat(),)
+    )
     weights = _SHARED.get(key)
     if weights is None:
-        weights = _SHARED[key] = SharedWeights(path)
+        weights = _SHARED[key] = SharedWeights(paths)
     return weights
+
+
+def _reads_sequences(spec: GraphSpec) -> bool:
+    """Whether a graph takes many tokens at once, and so takes memory that a step does not need."""
+    return any("length" in tensor.shape for tensor in spec.inputs)

@@ -49,17 +49,20 @@ class Settings:
         threads: 0 for one per core that this process may use.
         fast: leave the provider's own defaults, which may trade accuracy for speed; False asks for float32 throughout.
         options: the user's own, which go before ours.
-        weights: the bundle's weight file, to be read where it is mapped once for all sessions instead of making a copy
-            for this one; None makes a copy, which is faster for several rows. Runtimes that cannot share ignore it.
+        weights: the bundle's weight files, to be read where they are mapped once for all sessions instead of making a
+            copy for this one; none makes a copy, which is faster for several rows. Runtimes that cannot share ignore it.
         allow_fallback: accept a session in which another provider runs computing nodes; otherwise it is a finding.
+        low_memory: give back what a pass over many tokens took, instead of keeping it for the next one; somewhat slower.
+            Runtimes that cannot ignore it.
     """
 
     device: str | None = None
     threads: int = 0
     fast: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
-    weights: Path | None = None
+    weights: tuple[Path, ...] = ()
     allow_fallback: bool = False
+    low_memory: bool = False
 
 
 class Provider(ABC):

@@ -1,0 +1,155 @@
+"""`caracal export --dry-run` as a function: what a bundle would be, from names and shapes alone."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from caracal_runtimes.errors import InputError
+from caracal_runtimes.limits import check_forward, forward_bytes, state_bytes
+from caracal_runtimes.manifest import GraphSpec
+from caracal_runtimes.parity import Progress
+
+from caracal import CaracalModel
+from caracal.checkpoint.opening import Checkpoint
+from caracal.checkpoint.parameters import parameter_shapes
+from caracal_export import goldens, weights
+from caracal_export.exporter import check_arguments, describe_graph
+from caracal_export.tracing import GRAPHS, LAGS, TRACED_OPSET, trace
+
+# Peak of an export over the bundle's weights, and what the packages take before it begins; benchmarks/export_memory.py.
+_EXPORT_FACTOR, _EXPORT_BASE = 3.0, 700 << 20
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What an export would write, and the memory that it and its use would take. Sizes in bytes.
+
+    Args:
+        parameters: numbers in the weights, a tied head counted once.
+        graphs: each with the size of its file.
+        weights: the weight files and their sizes.
+        others: the other files and their sizes; the goldens' is an estimate.
+        export: the most that exporting takes, at most three times the weights and what the packages need.
+        batch, length: of the pass below.
+        prefill: one pass over [batch, length] tokens with the logits of the last ones, weights not counted.
+        state: what decoding keeps after it.
+    """
+
+    parameters: int
+    graphs: dict[str, tuple[GraphSpec, int]]
+    weights: dict[str, int]
+    others: dict[str, int]
+    export: int
+    batch: int
+    length: int
+    prefill: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole bundle."""
+        return sum((*(size for _, size in self.graphs.values()), *self.weights.values(), *self.others.values()))
+
+    @property
+    def running(self) -> int:
+        """Bytes that one pass and its state take with the weights, which all graphs share."""
+        return sum(self.weights.values()) + self.prefill + self.state
+
+
+def dry_run(
+    checkpoint: Checkpoint,
+    *,
+    mixing: str = "matmul",
+    opset: int = TRACED_OPSET,
+    lags: int = LAGS,
+    max_shard_size: int | None = None,
+    batch: int = 1,
+    length: int = 1024,
+    progress: Progress | None = None,
+) -> DryRun:
+    """Traces every graph on the meta device and reads no weight; nothing is written.
+
+    Args:
+        checkpoint: opened.
+        mixing, opset, lags, max_shard_size: as for `export_checkpoint`.
+        batch, length: rows and tokens of the pass whose memory is wanted.
+        progress: called with what is being done, done and total.
+
+    Raises:
+        InputError: bad arguments.
+        LimitError: a pass of this size cannot be right or cannot fit.
+    """
+    check_arguments(mixing, opset, 0, lags, max_shard_size)
+    for name, value in (("--batch", batch), ("--length", length)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name}: expected an integer of at least 1, found {value!r:.40}")
+    config = checkpoint.config
+    spec = goldens.spec_of(config)
+    files = weights.plan_files(weights.graph_shapes(parameter_shapes(config), config), max_shard_size)
+    with torch.device("meta"):
+        model = CaracalModel(config).eval().requires_grad_(False)
+    graphs: dict[str, tuple[GraphSpec, int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for index, name in enumerate(GRAPHS):
+            if progress is not None:
+                progress(f"tracing the graphs: {name}", index, len(GRAPHS))
+            graph = trace(model, name, mixing, opset, lags=lags)
+            weights.refer_to_weights(graph, files, Path(folder))
+            size = ir.to_proto(graph).ByteSize()
+            graphs[name] = (describe_graph(graph, f"{name}.onnx", opset, mixing), size)
+    recorded = goldens.extent(config, lags)
+    others = {"golden.safetensors": recorded.bytes}
+    if checkpoint.tokenizer is not None:
+        others["tokenizer.json"] = checkpoint.tokenizer.stat().st_size
+    sizes = {file.name: file.bytes for file in files}
+    check_forward(spec, batch, length, 1, mixing=mixing)
+    return DryRun(
+        parameters=checkpoint.parameters(),
+        graphs=graphs,
+        weights=sizes,
+        others=others,
+        export=int(_EXPORT_FACTOR * sum(sizes.values()))
+        + _EXPORT_BASE
+        + forward_bytes(spec, 1, recorded.longest, recorded.positions, mixing),
+        batch=batch,
+        length=length,
+        prefill=forward_bytes(spec, batch, length, 1, mixing),
+        state=batch * state_bytes(spec, length),
+    )
+
+
+def dry_run_lines(found: DryRun, name: str) -> list[str]:
+    """What was found, for people; the verdict is the last line."""
+    from caracal_runtimes.sizes import format_bytes
+
+    rows = [["file", "size", "nodes", ""]]
+    for graph, size in found.graphs.values():
+        rows.append(
+            [
+                graph.file,
+                format_bytes(size),
+                f"{sum(graph.operators.values()):,}",
+                f"opset {graph.opset}, {graph.mixing}",
+            ]
+        )
+    rows += [[file, format_bytes(size), "", "float32"] for file, size in found.weights.items()]
+    rows += [
+        [file, ("about " if file.startswith("golden") else "") + format_bytes(size), "", ""]
+        for file, size in found.others.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    what = f"{found.batch} row{'s' if found.batch > 1 else ''} of {found.length:,} tokens"
+    return [
+        *lines,
+        "",
+        f"memory to export: at most about {format_bytes(found.export)}",
+        f"memory to run {what}: about {format_bytes(found.running)} (weights {format_bytes(sum(found.weights.values()))}, "
+        f"reading {format_bytes(found.prefill)}, state {format_bytes(found.state)})",
+        "",
+        f"NOT RUN  export {name}  {found.parameters:,} parameters, about {format_bytes(found.total)}  dry run, nothing was written",
+    ]
