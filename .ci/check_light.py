@@ -63,6 +63,9 @@ def main() -> None:
     rest = caracal("generate", bundle, "--load-state", "story.state", "-n", "12", "--temperature", "0")
     if not (passage.text or "").endswith(rest.rstrip("\n")):
         raise SystemExit(f"light: a loaded state went on with {rest!r}, one run wrote {passage.text!r}")
+    checked = caracal("verify", bundle).splitlines()[-1]
+    if not checked.startswith("PASSED"):
+        raise SystemExit(f"light: {checked}")
     refused = subprocess.run(["caracal", "export", bundle, "-o", "x"], capture_output=True, text=True, timeout=60)
     if refused.returncode != 3 or "torch" not in refused.stderr or Path("x").exists():
         raise SystemExit(f"light: export without torch said {refused.stderr!r} with exit code {refused.returncode}")

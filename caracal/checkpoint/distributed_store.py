@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -9,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from caracal.checkpoint.files import DISTRIBUTED_FILE, Found
 from caracal.checkpoint.stores import Stored
-from caracal.checkpoint.torch_store import choose_entry
+from caracal.checkpoint.torch_store import choose_entry, holds_no_weights
 from caracal.checkpoint.unpickling import load_distributed_metadata
 from caracal.errors import CheckpointError
 
@@ -26,8 +28,13 @@ class DistributedStore:
     def __init__(self, found: Found, entry: str | None = None) -> None:
         """Reads the index. Raises CheckpointError for one that is damaged or leads out of the folder."""
         folder = found.weights[0]
-        with (folder / DISTRIBUTED_FILE).open("rb") as file:
-            self._metadata = load_distributed_metadata(file, folder / DISTRIBUTED_FILE)
+        try:
+            with (folder / DISTRIBUTED_FILE).open("rb") as file:
+                self._metadata = load_distributed_metadata(file, folder / DISTRIBUTED_FILE)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint: {folder / DISTRIBUTED_FILE} cannot be read ({error.strerror or error}); look at its permissions"
+            ) from None
         names = _check_metadata(self._metadata, folder)
         self.files = (folder / DISTRIBUTED_FILE, *(folder / name for name in sorted(names)))
         self.config: Mapping[str, Any] | None = None
@@ -35,6 +42,8 @@ class DistributedStore:
         self.entry, chosen = choose_entry(_entries(self._metadata), entry, folder)
         self._keys: dict[str, str] = chosen
         tensors = self._metadata.state_dict_metadata
+        for full in chosen.values():
+            _check_pieces(full, self._metadata, folder)
         self.entries: Mapping[str, Stored] = {
             key: Stored(str(tensors[full].properties.dtype).removeprefix("torch."), tuple(tensors[full].size))
             for key, full in chosen.items()
@@ -44,8 +53,9 @@ class DistributedStore:
         """See `Store.read`."""
         full = self._keys[key]
         entry = self._metadata.state_dict_metadata[full]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         try:
+            # What no piece covers must not pass for weights.
+            tensor = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about loading in one process, which is what is wanted
                 load({full: tensor}, storage_reader=self._reader, no_dist=True)
@@ -54,8 +64,11 @@ class DistributedStore:
                 f"checkpoint: {key} in {self._reader.path} asks for more memory than there is; the folder is damaged (copy it "
                 f"again) or the model too large for here"
             ) from None
-        except Exception as error:  # noqa: BLE001 - a damaged file may raise anything
-            text = " ".join(str(error).split())[:160] or type(error).__name__
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - a damaged file may raise anything
+            reason: BaseException = error
+            if isinstance(error, CheckpointException) and error.failures:
+                reason = next(iter(error.failures.values()))[0]
+            text = " ".join(str(reason).split())[:160] or type(reason).__name__
             raise CheckpointError(
                 f"checkpoint: {key} cannot be read from {self._reader.path} ({text}); copy or save it again"
             ) from None
@@ -93,7 +106,7 @@ def _check_metadata(metadata: Any, folder: Path) -> set[str]:
         if not isinstance(name, str) or PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
             raise CheckpointError(
                 f"checkpoint: {folder / DISTRIBUTED_FILE} refers to {name!r:.80}, which is not a plain file name in its folder; "
-                f"refused"
+                f"do not trust it, or copy the whole folder again"
             )
         if getattr(piece, "transform_descriptors", None):
             raise CheckpointError(
@@ -101,11 +114,44 @@ def _check_metadata(metadata: Any, folder: Path) -> set[str]:
                 f"without them"
             )
         names.add(name)
+    for full, entry in tensors.items():
+        if isinstance(entry, TensorStorageMetadata) and not (
+            isinstance(full, str)
+            and isinstance(getattr(entry, "size", None), torch.Size)
+            and isinstance(getattr(getattr(entry, "properties", None), "dtype", None), torch.dtype)
+        ):
+            raise CheckpointError(
+                f"checkpoint: {folder / DISTRIBUTED_FILE} does not say the size and dtype of {full!r:.80}; copy the folder again"
+            )
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         raise CheckpointError(
             f"checkpoint: {folder} lacks {len(missing)} of {len(names)} files, such as {missing[0]}; copy the whole folder"
         )
     return names
+
+
+def _check_pieces(full: str, metadata: Metadata, folder: Path) -> None:
+    """Checks that a tensor's pieces cover it, and that each is in a file. Raises CheckpointError."""
+    entry = metadata.state_dict_metadata[full]
+    assert isinstance(entry, TensorStorageMetadata)
+    covered = 0
+    try:
+        for piece in entry.chunks:
+            inside = len(piece.sizes) == len(entry.size) and all(
+                offset >= 0 and offset + size <= whole
+                for offset, size, whole in zip(piece.offsets, piece.sizes, entry.size, strict=True)
+            )
+            if not inside or MetadataIndex(full, piece.offsets) not in metadata.storage_data:
+                covered = -1
+                break
+            covered += math.prod(piece.sizes)
+    except (AttributeError, TypeError, ValueError):
+        covered = -1
+    if covered != math.prod(entry.size):
+        raise CheckpointError(
+            f"checkpoint: the pieces of {full:.90} in {folder} do not make a whole tensor of {list(entry.size)}; the folder is "
+            f"damaged or not complete, copy it again"
+        )
 
 
 def _entries(metadata: Metadata) -> list[tuple[str, dict[str, Any]]]:
@@ -118,7 +164,7 @@ def _entries(metadata: Metadata) -> list[tuple[str, dict[str, Any]]]:
             continue
         path = paths.get(full)
         steps = [str(step) for step in path] if isinstance(path, tuple) and path else [full]
-        if any(step.lower().startswith("optim") for step in steps):
+        if any(holds_no_weights(step) for step in (steps if path else full.split(".")[:1])):
             continue
         outer = ".".join(steps[:-1])
         found.setdefault(outer, {})[steps[-1]] = full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -20,6 +21,7 @@ SAFETENSORS, TORCH, DISTRIBUTED = "safetensors", "torch", "distributed"
 _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 _MAX_INDEX = 64 << 20
 _MAX_LISTED = 8
+_SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})\.(?:safetensors|bin)$")
 _ACCEPTED = (
     f"expected a folder with {CONFIG_FILE} and {SAFETENSORS_FILE} (or {TORCH_FILE}, or shards with an index), a .safetensors, "
     f".pt, .pth, .ckpt or .bin file, or a torch.distributed.checkpoint folder"
@@ -84,11 +86,14 @@ def find_checkpoint(path: str | Path) -> Found:
         raise CheckpointError(f"checkpoint: {what}; {_ACCEPTED}")
     try:
         found = _folder(place) if is_folder else _file(place)
+        for file in found.weights:
+            if found.kind != DISTRIBUTED:
+                _check_readable(file, found.kind)
     except OSError as error:
-        raise CheckpointError(f"checkpoint: {place} cannot be read ({error.strerror or error})") from None
-    for file in found.weights:
-        if found.kind != DISTRIBUTED:
-            _check_readable(file, found.kind)
+        where = error.filename or place
+        raise CheckpointError(
+            f"checkpoint: {where} cannot be read ({error.strerror or error}); look at its permissions, or copy it again"
+        ) from None
     return found
 
 
@@ -99,6 +104,12 @@ def _folder(folder: Path) -> Found:
             f"checkpoint: {folder} is a bundle, which was exported already; `caracal convert` makes a checkpoint of it"
         )
     if DISTRIBUTED_FILE in names:
+        others = (SAFETENSORS_FILE, SAFETENSORS_FILE + INDEX, TORCH_FILE, TORCH_FILE + INDEX)
+        if beside := [name for name in others if name in names]:
+            raise CheckpointError(
+                f"checkpoint: {folder} has {DISTRIBUTED_FILE} of a torch.distributed.checkpoint and {beside[0]}; which of them is "
+                f"meant? name that file"
+            )
         return _found(folder, DISTRIBUTED, (folder,), folder)
     for single, kind in ((SAFETENSORS_FILE, SAFETENSORS), (TORCH_FILE, TORCH)):
         index = single + INDEX
@@ -136,8 +147,14 @@ def _file(file: Path) -> Found:
     if not file.is_file():
         raise CheckpointError(f"checkpoint: {file} is no plain file; {_ACCEPTED}")
     name = file.name.lower()
+    if file.name == DISTRIBUTED_FILE:
+        return _found(file, DISTRIBUTED, (file.parent,), file.parent)
     if name.endswith(INDEX):
         return _sharded(file, SAFETENSORS if ".safetensors" in name else TORCH, file)
+    if (shard := _SHARD.search(name)) is not None and int(shard[1]) > 1:
+        raise CheckpointError(
+            f"checkpoint: {file} is one of {int(shard[1])} shards; name their folder, or the index that lists them all"
+        )
     if name.endswith(".safetensors"):
         return _found(file, SAFETENSORS, (file,), file.parent)
     if name.endswith(_TORCH_SUFFIXES):
@@ -152,14 +169,22 @@ def _file(file: Path) -> Found:
         start = opened.read(16)
     if _looks_like_safetensors(start):
         return _found(file, SAFETENSORS, (file,), file.parent)
-    if start.startswith((b"PK\x03\x04", b"\x80")):
+    if _looks_like_torch(start):
         return _found(file, TORCH, (file,), file.parent)
     raise CheckpointError(f"checkpoint: {file} is a file of another kind; {_ACCEPTED}")
 
 
 def _found(path: Path, kind: str, weights: tuple[Path, ...], folder: Path, **more: Any) -> Found:
     """With the configuration and the tokenizer that lie beside the weights, if they do."""
-    beside = {name: folder / name if (folder / name).exists() else None for name in (CONFIG_FILE, TOKENIZER_FILE)}
+    beside: dict[str, Path | None] = {}
+    for name in (CONFIG_FILE, TOKENIZER_FILE):
+        place = folder / name
+        if place.is_symlink() and not place.exists():
+            raise CheckpointError(
+                f"checkpoint: {place} is a link to nothing; copy what it led to (in a cache of the hub: fetch it again), or "
+                f"remove it"
+            )
+        beside[name] = place if place.exists() else None
     return Found(path, kind, weights, beside[CONFIG_FILE], beside[TOKENIZER_FILE], **more)
 
 
@@ -180,7 +205,7 @@ def _sharded(index: Path, kind: str, path: Path) -> Found:
     for name in names:
         if not name or "\0" in name or PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
             raise CheckpointError(
-                f"checkpoint: {index} refers to {name!r:.80}, which is not a plain file name in its folder; refused"
+                f"checkpoint: {index} refers to {name!r:.80}, which is not a plain file name in its folder; do not trust it, or put the file beside it"
             )
     if missing := [name for name in names if not _is_file(index.parent / name)]:
         shown = ", ".join(f"{name:.90}" for name in missing[:_MAX_LISTED])
@@ -209,12 +234,16 @@ def _check_readable(file: Path, kind: str) -> None:
         raise CheckpointError(
             f"checkpoint: {file} is a Git LFS pointer and not the weights; run `git lfs pull` in its repository"
         )
-    if kind == SAFETENSORS and start.startswith((b"PK\x03\x04", b"\x80\x02")):
+    if kind == SAFETENSORS and _looks_like_torch(start):
         raise CheckpointError(
             f"checkpoint: {file} is not a whole safetensors file but one of PyTorch's; give it the ending .pt"
         )
     if kind == TORCH and _looks_like_safetensors(start):
         raise CheckpointError(f"checkpoint: {file} is a safetensors file; give it the ending .safetensors")
+
+
+def _looks_like_torch(start: bytes) -> bool:
+    return start.startswith((b"PK\x03\x04", b"\x80\x02"))  # a zip archive, and before PyTorch 1.6 a pickle
 
 
 def _looks_like_safetensors(start: bytes) -> bool:

@@ -18,6 +18,7 @@ from caracal.config import CaracalConfig
 from caracal.errors import CheckpointError
 
 _MAX_LISTED = 8
+_AXES = {OUT_IN: "out, in", IN_OUT: "in, out"}
 # Counters that averaging wrappers keep among the weights (torch.optim.swa_utils.AveragedModel).
 _BOOKKEEPING = ("n_averaged", "num_batches_tracked")
 
@@ -107,8 +108,10 @@ def name_tensors(entries: Mapping[str, Stored], renamed: Mapping[str, Renamed], 
     return Named(entries, keys, scales, transpose)
 
 
-def fit(config: CaracalConfig, named: Named, source: str, linear_layout: str | None = None) -> dict[str, Recipe]:
-    """A recipe for every parameter of the configured model; with a tied head, none for it.
+def fit(
+    config: CaracalConfig, named: Named, source: str, linear_layout: str | None = None
+) -> tuple[dict[str, Recipe], tuple[str, ...]]:
+    """A recipe for every parameter of the configured model (with a tied head, none for it), and what was assumed.
 
     Args:
         config: of the model.
@@ -139,7 +142,12 @@ def fit(config: CaracalConfig, named: Named, source: str, linear_layout: str | N
     if config.tie_word_embeddings and HEAD in available:
         # The shared matrix may be stored under either name or under both.
         head = available.pop(HEAD)
-        available.setdefault(EMBEDDING, head)
+        if EMBEDDING not in available:
+            available[EMBEDDING] = head
+            if HEAD in named.scales:
+                named = replace(named, scales={**named.scales, EMBEDDING: named.scales[HEAD]})
+            if HEAD in named.transpose:
+                named = replace(named, transpose={**named.transpose, EMBEDDING: named.transpose[HEAD]})
     recipes: dict[str, Recipe] = {}
     used: set[str] = set()
     wrong: list[str] = []
@@ -173,7 +181,8 @@ def fit(config: CaracalConfig, named: Named, source: str, linear_layout: str | N
             recipes[name] = recipe
     missing = sorted(wanted.keys() - recipes.keys() - used)
     unknown = sorted(available[name] for name in available.keys() - used)
-    unknown += sorted(key for weight, key in named.scales.items() if weight not in used)
+    known = used | ({HEAD} if config.tie_word_embeddings and HEAD in named.keys else set())
+    unknown += sorted(key for weight, key in named.scales.items() if weight not in known)
     problems = [
         *_listed("missing", missing),
         *_listed("unknown", unknown),
@@ -185,7 +194,7 @@ def fit(config: CaracalConfig, named: Named, source: str, linear_layout: str | N
             missing=tuple(missing),
             unknown=tuple(unknown),
         )
-    return _settle_squares(recipes, named, wanted, source, linear_layout)
+    return _settle_squares(recipes, named, source, linear_layout)
 
 
 class MisfitError(CheckpointError):
@@ -234,38 +243,44 @@ def _without_ones(shape: Shape) -> Shape:
 
 
 def _settle_squares(
-    recipes: dict[str, Recipe], named: Named, wanted: Mapping[str, Shape], source: str, layout: str | None
-) -> dict[str, Recipe]:
+    recipes: dict[str, Recipe], named: Named, source: str, layout: str | None
+) -> tuple[dict[str, Recipe], tuple[str, ...]]:
     """Decides how square matrices are stored, of which the shape says nothing; see `ReadOptions.linear_layout`.
 
     Where every matrix that can tell is stored [in, out], the square ones probably are too, and computing with the wrong
-    ones would give plausible nonsense: that is asked, not guessed.
+    ones would give plausible nonsense: that is asked, not guessed. The head does not count: many that store their layers
+    [in, out] keep it as PyTorch does, beside the embedding.
     """
     told: dict[bool, list[str]] = {True: [], False: []}
     square: list[str] = []
+    settled = {named.keys.get(name) for name in named.transpose}
     for name, recipe in recipes.items():
-        if not is_linear(name):
-            continue
         stored = named.entries[recipe.key].shape
-        if recipe.rows is None and stored[0] == stored[1]:
-            if not any(named.keys.get(own) == recipe.key for own in named.transpose):
-                square.append(name)
-        else:
+        if len(stored) != 2 or not (is_linear(name) or name.endswith("gate_conv.weight")) or recipe.key in settled:
+            continue
+        if stored[0] == stored[1]:
+            square.append(name)
+        elif is_linear(name) and name != HEAD:
             told[recipe.transpose].append(name)
     if layout is None:
-        if square and told[True] and not told[False]:
-            raise CheckpointError(
-                f"checkpoint: {told[True][0]} in {source} is stored [in, out], and so is every matrix whose shape tells; of "
-                f"{len(square)} square ones, such as {square[0]}, it does not: say --linear-layout {IN_OUT} (they too) or "
-                f"--linear-layout {OUT_IN} (as PyTorch stores them)"
+        if not square or not told[True]:
+            return recipes, ()
+        if told[False]:
+            return recipes, (
+                f"square matrices are [{_AXES[OUT_IN]}], as {told[False][0]} is and {told[True][0]} is not (--linear-layout "
+                f"says otherwise)",
             )
-        return recipes
+        raise CheckpointError(
+            f"checkpoint: {told[True][0]} in {source} is stored [{_AXES[IN_OUT]}], and so is every matrix whose shape tells; of "
+            f"{len(square)} square ones, such as {square[0]}, it does not: say --linear-layout {IN_OUT} (they too) or "
+            f"--linear-layout {OUT_IN} (as PyTorch stores them)"
+        )
     if layout == IN_OUT and told[False]:  # the other way round is an answer to the question above
         raise CheckpointError(
-            f"checkpoint: --linear-layout {layout} contradicts {told[False][0]} in {source}, which is stored [{OUT_IN}] by its "
-            f"shape; leave it out, or use transpose in a --key-map"
+            f"checkpoint: --linear-layout {layout} contradicts {told[False][0]} in {source}, which is stored "
+            f"[{_AXES[OUT_IN]}] by its shape; leave it out, or use transpose in a --key-map"
         )
-    return {name: replace(r, transpose=layout == IN_OUT) if name in square else r for name, r in recipes.items()}
+    return {name: replace(r, transpose=layout == IN_OUT) if name in square else r for name, r in recipes.items()}, ()
 
 
 def _wrong(name: str, stored: Stored, shape: Shape) -> str:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from caracal.checkpoint.fitting import Named
 from caracal.checkpoint.options import ReadOptions
 from caracal.checkpoint.parameters import EMBEDDING, HEAD
-from caracal.config import DTYPES, MHF, SWA, CaracalConfig
+from caracal.checkpoint.stores import main_dtype
+from caracal.config import MHF, SWA, CaracalConfig
 from caracal.errors import CheckpointError
 
 _BLOCK = re.compile(r"blocks\.(0|[1-9][0-9]*)\.(\w+)\.")
 _DEFAULT_EPS = 1e-5
 _MISSING_CONFIG = "put the run's config.json beside the weights or pass it with --config"
+
+
+class UnknownLayoutError(CheckpointError):
+    """The names are not a Caracal model's; they may be in another layout."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Inferred:
 
 
 def infer_config(
-    named: Named, options: ReadOptions, source: str, heads_equal: Callable[[], bool] | None = None
+    named: Named, options: ReadOptions, source: str, head_is_embedding: Callable[[], bool] | None = None
 ) -> Inferred:
     """The configuration that the stored tensors have.
 
@@ -36,7 +40,7 @@ def infer_config(
         named: the stored tensors under the model's names.
         options: what the user said of the things that shapes cannot tell.
         source: for messages.
-        heads_equal: compares the values of embedding and head; None where values are not to be read.
+        head_is_embedding: compares the values of embedding and head; None where values are not to be read.
 
     Raises:
         CheckpointError: the tensors are not a Caracal model's, or something must be said that they cannot tell.
@@ -54,7 +58,7 @@ def infer_config(
         "use_bias": _any(named, r"(mhf|swa|ffn)\.\w+_proj\.bias"),
         "norm_before_conv": _any(named, r"mhf\.input_norm\.weight"),
         "intermediate_size": _intermediate_size(named, width, source),
-        "torch_dtype": stored_dtype(named),
+        "torch_dtype": main_dtype(map(named.entry, named.keys)),
     }
     questions: list[str] = []
     assumed: list[str] = []
@@ -73,7 +77,9 @@ def infer_config(
     if SWA in layers and "sliding_window" not in told:
         questions.append("--sliding-window W")
     if HEAD in named.keys and EMBEDDING in named.keys:
-        values["tie_word_embeddings"] = bool(heads_equal and heads_equal())
+        values["tie_word_embeddings"] = bool(head_is_embedding and head_is_embedding())
+        if head_is_embedding is None:
+            assumed.append("the head is not tied (values are not read here; an export compares them)")
     elif "tie_word_embeddings" not in told:
         questions.append("--tie-word-embeddings (the head is stored nowhere)")
     if questions:
@@ -92,26 +98,18 @@ def infer_config(
     return Inferred(CaracalConfig(**{**values, **told}), tuple(assumed))  # type: ignore[arg-type]
 
 
-def stored_dtype(named: Named) -> str:
-    """The dtype that most of the stored numbers have, among those that a configuration can name."""
-    counts: Counter[str] = Counter()
-    for key in named.keys.values():
-        counts[named.entries[key].dtype] += math.prod(named.entries[key].shape)
-    best = counts.most_common(1)[0][0] if counts else "float32"
-    return best if best in DTYPES else "float32"
-
-
 def _layer_types(named: Named, source: str) -> tuple[str, ...]:
     kinds: dict[int, set[str]] = {}
     for name in named.keys:
         if (match := _BLOCK.match(name)) is not None and len(match[1]) <= 6:
             kinds.setdefault(int(match[1]), set()).add(match[2])
     if not kinds:
-        raise CheckpointError(
+        raise UnknownLayoutError(
             f"checkpoint: {source} has no configuration and no tensor of a block (blocks.0.mhf...); if it is a Caracal model "
             f"under other names, write a key map (`caracal info` prints a draft) and pass it with --key-map"
         )
-    if missing := next((index for index in range(len(kinds)) if index not in kinds), None):
+    missing = next((index for index in range(len(kinds)) if index not in kinds), None)
+    if missing is not None:
         raise CheckpointError(
             f"checkpoint: {source} has blocks up to {max(kinds)} but none with number {missing}; the file is not whole, or "
             f"{_MISSING_CONFIG}"
@@ -120,7 +118,7 @@ def _layer_types(named: Named, source: str) -> tuple[str, ...]:
     for index in sorted(kinds):
         found = [layer for part, layer in (("mhf", MHF), ("swa", SWA)) if part in kinds[index]]
         if len(found) != 1:
-            raise CheckpointError(
+            raise UnknownLayoutError(
                 f"checkpoint: block {index} in {source} must hold either mhf or swa, found {sorted(kinds[index])}; the file "
                 f"is not whole, or names need a --key-map"
             )
@@ -139,7 +137,7 @@ def _any(named: Named, pattern: str) -> bool:
 
 def _one(named: Named, name: str, source: str) -> int:
     if name not in named.keys:
-        raise CheckpointError(
+        raise UnknownLayoutError(
             f"checkpoint: {source} comes without a configuration and without {name}, which would tell the width; "
             f"{_MISSING_CONFIG}, or write a --key-map (`caracal info` prints a draft)"
         )
@@ -149,7 +147,7 @@ def _one(named: Named, name: str, source: str) -> int:
 def _size_beside(named: Named, name: str, width: int, source: str) -> int:
     """The other size of a matrix of which one is the width, stored either way round."""
     if name not in named.keys:
-        raise CheckpointError(
+        raise UnknownLayoutError(
             f"checkpoint: {source} comes without a configuration and without {name}; {_MISSING_CONFIG}, or write a --key-map "
             f"(`caracal info` prints a draft)"
         )

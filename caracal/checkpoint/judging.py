@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from caracal.checkpoint.files import Found
@@ -36,7 +36,7 @@ class Judged:
 
 
 def judge(
-    found: Found, store: Store, options: ReadOptions, heads_equal: Callable[[Named], bool] | None = None
+    found: Found, store: Store, options: ReadOptions, head_is_embedding: Callable[[Named], bool] | None = None
 ) -> Judged:
     """Names the tensors, finds or infers the configuration, and fits one to the other.
 
@@ -44,7 +44,7 @@ def judge(
         found: the checkpoint's files.
         store: opened.
         options: what the user said.
-        heads_equal: compares the values of embedding and head; None where values are not to be read.
+        head_is_embedding: compares the values of embedding and head; None where values are not to be read.
 
     Raises:
         ConfigError: the configuration is invalid, or its model is too large.
@@ -55,23 +55,34 @@ def judge(
     given = None if config_file is None else CaracalConfig.from_file(config_file)
     source = str(found.path)
     named = name_tensors(store.entries, {} if key_map is None else key_map.rename(store.entries), source)
-    if given is None and store.config is not None:
-        given = CaracalConfig.from_dict(store.config)
+    inside = None if store.config is None else CaracalConfig.from_dict(store.config)
+    if options.config is None and given is not None and inside is not None and not _same(given, inside):
+        raise CheckpointError(
+            f"checkpoint: {config_file} and the configuration inside {source} contradict each other; say which is right with "
+            f"--config FILE"
+        )
+    given = given or inside
     assumed: tuple[str, ...] = ()
     if given is None:
-        equal = None if heads_equal is None else lambda: heads_equal(named)
+        equal = None if head_is_embedding is None else lambda: head_is_embedding(named)
         inferred = infer_config(named, options, source, equal)
         config, assumed = inferred.config, inferred.assumed
     else:
         config = _agreeing(given, options)
     check_sizes(config)
-    recipes = fit(config, named, source, options.linear_layout)
-    if config.tie_word_embeddings and heads_equal is not None and not heads_equal(named):
+    recipes, guessed = fit(config, named, source, options.linear_layout)
+    assumed += guessed
+    if config.tie_word_embeddings and head_is_embedding is not None and not head_is_embedding(named):
         raise CheckpointError(
             f"checkpoint: the config says tie_word_embeddings = true, but embed_tokens.weight and lm_head.weight "
             f"differ in {source}; set it to false or remove one"
         )
     return Judged(config, config_file, given is None, assumed, recipes)
+
+
+def _same(a: CaracalConfig, b: CaracalConfig) -> bool:
+    """Whether two configurations are of the same model, however its weights are stored."""
+    return replace(a, torch_dtype="float32") == replace(b, torch_dtype="float32")
 
 
 def _agreeing(config: CaracalConfig, options: ReadOptions) -> CaracalConfig:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ class KeyMap:
         if len(raw) > _MAX_BYTES:
             raise CheckpointError(f"--key-map: {path} has more than {_MAX_BYTES:,} bytes, which is no key map")
         try:
-            text = raw.decode("utf-8")
+            text = raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise CheckpointError(
                 f"--key-map: {path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
@@ -137,12 +138,15 @@ def _rule(data: Any, where: str) -> Rule:
     if name is None and "transpose" in data:
         raise CheckpointError(f"--key-map: {where} drops the tensor, so transpose means nothing; remove one of them")
     try:
-        pattern = re.compile(match)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of expressions that a later Python may read otherwise
+            pattern = re.compile(match)
         if name is not None:
             pattern.sub(name, "")  # compiles the replacement: a wrong group is found now and not when it is used
     except (re.error, IndexError, RecursionError, OverflowError, ValueError) as error:
         raise CheckpointError(
-            f"--key-map: {where} is no regular expression with a replacement for it ({_one_line(error)})"
+            f"--key-map: {where} is no regular expression with a replacement for it ({_one_line(error)}); correct it, "
+            f"and put it into single quotes"
         ) from None
     return Rule(pattern, name, data.get("transpose"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -77,10 +78,7 @@ class Checkpoint:
             CheckpointError: it cannot be read, or holds NaN or an infinity.
         """
         recipe = self.recipes[name]
-        tensor = self.store.read(recipe.key)
-        if recipe.scale is not None:
-            tensor = _scaled(tensor, self.store.read(recipe.scale), recipe, self.path)
-        _require_finite(recipe.key, tensor, self.path)
+        tensor = _values(self.store, recipe.key, recipe.scale, self.path, transpose=recipe.transpose)
         if recipe.transpose:
             tensor = tensor.t()
         if recipe.rows is not None:
@@ -98,7 +96,7 @@ class Checkpoint:
         if stored.dtype == torch.float64 and not torch.isfinite(tensor).all():
             raise CheckpointError(
                 f"checkpoint: {self.recipes[name].key} in {self.path} has values beyond the range of float32; the model "
-                f"computes in float32"
+                f"computes in float32; scale them down, or take an earlier checkpoint"
             )
         return tensor
 
@@ -143,14 +141,20 @@ def open_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Che
     options = options or ReadOptions()
     found = find_checkpoint(path)
     store = open_store(found, options.entry)
-    judged = judge(found, store, options, lambda named: _heads_equal(named, store))
+    judged = judge(found, store, options, lambda named: _head_is_embedding(named, store, found.path))
     entry = getattr(store, "entry", "")
     form = found.form + (f", entry {entry!r}" if entry else "")
     record: dict[str, Any] = {"form": form}
+    if entry:
+        record["entry"] = entry
+    if options.linear_layout is not None:
+        record["linear_layout"] = options.linear_layout
+    if judged.assumed:
+        record["assumed"] = list(judged.assumed)
     if judged.inferred:
-        record |= {"config": "inferred from names and shapes", "assumed": list(judged.assumed)}
+        record |= {"config": "inferred from names and shapes", **options.given_for_config()}
     if options.key_map is not None:
-        record["key_map"] = options.key_map.name
+        record["key_map"] = {"name": options.key_map.name, "sha256": _sha256(options.key_map)}
     return Checkpoint(
         Path(path), form, judged.config, found, judged.recipes, store, judged.config_file, judged.assumed, record
     )
@@ -189,11 +193,25 @@ def load_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Car
     return open_checkpoint(path, options).model()
 
 
-def _heads_equal(named: Named, store: Store) -> bool:
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _values(store: Store, key: str, scale: str | None, source: Path, *, transpose: bool = False) -> Tensor:
+    """A stored tensor, times its factor where it has one. Raises CheckpointError for NaN and infinities."""
+    tensor = store.read(key)
+    if scale is not None:
+        tensor = _scaled(tensor, store.read(scale), key, scale, source, transpose=transpose)
+    _require_finite(key, tensor, source)
+    return tensor
+
+
+def _head_is_embedding(named: Named, store: Store, source: Path) -> bool:
     """Whether embedding and head, where both are stored, have the same values."""
     if EMBEDDING not in named.keys or HEAD not in named.keys:
         return True
-    a, b = (store.read(named.keys[name]) for name in (EMBEDDING, HEAD))
+    a, b = (_values(store, named.keys[name], named.scales.get(name), source) for name in (EMBEDDING, HEAD))
     if a.shape != b.shape:
         a = a.t() if a.dim() == 2 else a
     if a.dtype != b.dtype or a.dtype.itemsize == 1:
@@ -201,7 +219,7 @@ def _heads_equal(named: Named, store: Store) -> bool:
     return torch.equal(a, b)
 
 
-def _scaled(tensor: Tensor, scale: Tensor, recipe: Recipe, source: Path) -> Tensor:
+def _scaled(tensor: Tensor, scale: Tensor, key: str, scale_key: str, source: Path, *, transpose: bool) -> Tensor:
     """8-bit floats times their factor: one for all, one per row, or one per block of a matrix. Float32.
 
     Blocks as DeepSeek-V3's `weight_scale_inv` has them (arXiv 2412.19437, section 3.3); the others as compressed-tensors
@@ -210,14 +228,16 @@ def _scaled(tensor: Tensor, scale: Tensor, recipe: Recipe, source: Path) -> Tens
     wide, scale = tensor.to(torch.float32), scale.to(torch.float32)
     if scale.numel() == 1:
         return wide * scale.reshape(())
-    if wide.dim() == 2 and scale.shape in ((wide.shape[0],), (wide.shape[0], 1)):
+    if wide.dim() == 2 and not transpose and scale.shape in ((wide.shape[0],), (wide.shape[0], 1)):
         return wide * scale.reshape(-1, 1)
-    if wide.dim() == 2 and tuple(scale.shape) == tuple(-(-size // _BLOCK) for size in wide.shape):
+    # Of a matrix that is stored the other way round, nobody has said which way its factors lie: refused, but for one number.
+    if wide.dim() == 2 and not transpose and tuple(scale.shape) == tuple(-(-size // _BLOCK) for size in wide.shape):
         spread = scale.repeat_interleave(_BLOCK, 0)[: wide.shape[0]].repeat_interleave(_BLOCK, 1)
         return wide * spread[:, : wide.shape[1]]
     raise CheckpointError(
-        f"checkpoint: {recipe.scale} in {source} has {list(scale.shape)}, which is no factor for {recipe.key} with "
-        f"{list(tensor.shape)}: expected one number, one per row, or one per block of {_BLOCK} x {_BLOCK}"
+        f"checkpoint: {scale_key:.90} in {source} has {list(scale.shape)}, which is no factor for {key:.90} with "
+        f"{list(tensor.shape)}: expected one number, one per row, or one per block of {_BLOCK} x {_BLOCK}; multiply it in before, or "
+        f"drop it with --key-map"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-OUT_IN, IN_OUT = "out,in", "in,out"
+OUT_IN, IN_OUT = "out-in", "in-out"
 LINEAR_LAYOUTS = (OUT_IN, IN_OUT)
 
 
@@ -17,7 +17,7 @@ class ReadOptions:
         config: a `config.json` to use instead of one that lies beside the weights.
         key_map: a file of renaming rules (`caracal.checkpoint.key_map`).
         entry: which state dict of a training checkpoint to read, as dotted keys (`ema.state_dict`).
-        linear_layout: how matrices are stored whose shape does not tell, `out,in` (PyTorch's) or `in,out`.
+        linear_layout: how square matrices are stored, `out-in` (PyTorch's) or `in-out`; the shape tells of the others.
         num_attention_heads, sliding_window, layer_norm_eps, tie_word_embeddings: what shapes cannot tell, for weights
             without a configuration.
     """

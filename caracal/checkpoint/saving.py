@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-from collections import Counter
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from caracal._files import give_usual_mode
 from caracal.checkpoint.files import CONFIG_FILE, INDEX, SAFETENSORS_FILE, TOKENIZER_FILE
 from caracal.checkpoint.parameters import HEAD
 from caracal.checkpoint.safetensors_writer import BytesProgress, plan_shards, size_of, write_shards
-from caracal.checkpoint.stores import Stored
-from caracal.config import DTYPES, CaracalConfig
+from caracal.checkpoint.stores import Stored, main_dtype
+from caracal.config import CaracalConfig
 from caracal.errors import CheckpointError
 from caracal.model import CaracalModel
 
@@ -63,21 +62,12 @@ def write_folder(
         }
         _write_json(folder / (SAFETENSORS_FILE + INDEX), index)
         names.append(SAFETENSORS_FILE + INDEX)
-    _write_json(folder / CONFIG_FILE, dataclasses.replace(config, torch_dtype=main_dtype(entries)).to_dict())
+    _write_json(folder / CONFIG_FILE, dataclasses.replace(config, torch_dtype=main_dtype(entries.values())).to_dict())
     names.append(CONFIG_FILE)
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
         names.append(TOKENIZER_FILE)
     return names
-
-
-def main_dtype(entries: Mapping[str, Stored]) -> str:
-    """The dtype that most numbers have, among those that a configuration can name."""
-    bytes_of: Counter[str] = Counter()
-    for entry in entries.values():
-        bytes_of[entry.dtype] += size_of(entry)
-    best = bytes_of.most_common(1)[0][0] if bytes_of else "float32"
-    return best if best in DTYPES else "float32"
 
 
 def _write_json(path: Path, data: object) -> None:
@@ -95,6 +85,7 @@ def save_checkpoint(model: CaracalModel, path: str | Path, tokenizer_file: str |
     Raises:
         CheckpointError: a weight does not survive the stored dtype (overflow to infinity), the head of a tied model is
             not the embedding, `path` is no folder, or there is no such tokenizer.
+        OSError: a file cannot be written.
     """
     folder = Path(path)
     if tokenizer_file is not None and not Path(tokenizer_file).is_file():
@@ -120,9 +111,8 @@ def save_checkpoint(model: CaracalModel, path: str | Path, tokenizer_file: str |
             raise CheckpointError(f"checkpoint: {name} is not finite as {model.config.torch_dtype}; store it wider")
         return tensor
 
-    stage = folder / f".saving-{os.getpid()}.tmp"
+    stage = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
-        stage.mkdir()
         names = write_folder(
             stage, model.config, entries, read, tokenizer=None if tokenizer_file is None else Path(tokenizer_file)
         )
@@ -131,3 +121,5 @@ def save_checkpoint(model: CaracalModel, path: str | Path, tokenizer_file: str |
             (stage / name).replace(folder / name)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+    for stale in [*folder.glob("model-*-of-*.safetensors"), folder / (SAFETENSORS_FILE + INDEX)]:
+        stale.unlink(missing_ok=True)  # shards of a checkpoint that was here before

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from caracal.config import DTYPES
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+#: Dtypes that weights may be stored in; there are others whose values only make sense with what lies beside them.
+FLOATS = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
 @dataclass(frozen=True)
@@ -20,14 +27,23 @@ class Stored:
     shape: tuple[int, ...]
 
     @property
-    def numbers(self) -> int:
-        """How many there are."""
+    def elements(self) -> int:
+        """How many numbers it has."""
         return math.prod(self.shape)
 
     @property
     def floating(self) -> bool:
         """Whether the dtype can be a weight's."""
-        return self.dtype.startswith(("float", "bfloat"))
+        return self.dtype in FLOATS
+
+
+def main_dtype(entries: Iterable[Stored]) -> str:
+    """The dtype that most of the numbers have, among those that a configuration can name."""
+    counts: Counter[str] = Counter()
+    for entry in entries:
+        counts[entry.dtype] += entry.elements
+    best = counts.most_common(1)[0][0] if counts else "float32"
+    return best if best in DTYPES else "float32"
 
 
 class Store(Protocol):

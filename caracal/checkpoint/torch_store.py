@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from caracal.errors import CheckpointError
 
 _MAX_DEPTH = 6
 _MAX_LISTED = 8
-# Entries of a training checkpoint that hold tensors with names but no weights.
-_NOT_WEIGHTS = ("optim", "sched", "lr_", "rng", "scaler", "grad", "loops", "metrics")
+# Optimizers keep matrices under the names of the weights; other entries that are no weights hold none.
+_OPTIMIZER = re.compile(r"optim(?:s|izers?)?(?:_?[0-9]+|_states?(?:_dict)?)?")
 #: Entries in which a training checkpoint may carry the model's configuration.
 _CONFIGS = ("config", "model_config", "hyper_parameters", "hparams", "model_args", "args")
 
@@ -33,9 +34,15 @@ class TorchStore:
         self.entry = ""
         self._tensors: dict[str, Tensor] = {}
         where: dict[str, str] = {}
-        for path in found.weights:
+        for index, path in enumerate(found.weights):
             loaded = load_weights_only(path)
-            self.entry, tensors = choose_entry(list(state_dicts(loaded)), entry, path)
+            chosen, tensors = choose_entry(list(state_dicts(loaded)), entry, path)
+            if index and chosen != self.entry:
+                raise CheckpointError(
+                    f"checkpoint: {path} has its weights under {chosen!r:.60}, {found.weights[0].name} under "
+                    f"{self.entry!r:.60}; the shards are of different sets of weights, save them again"
+                )
+            self.entry = chosen
             for key, tensor in tensors.items():
                 if key in where:
                     raise CheckpointError(
@@ -67,8 +74,13 @@ def state_dicts(loaded: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
     if any(tensor.dim() >= 2 for tensor in tensors.values()):
         yield ".".join(path), tensors
     for key, value in loaded.items():
-        if isinstance(key, str) and not key.lower().startswith(_NOT_WEIGHTS):
+        if isinstance(key, str) and not holds_no_weights(key):
             yield from state_dicts(value, (*path, key))
+
+
+def holds_no_weights(entry: str) -> bool:
+    """Whether an entry of a training checkpoint is an optimizer's state, by its name."""
+    return _OPTIMIZER.fullmatch(entry.lower()) is not None
 
 
 def choose_entry(
@@ -82,9 +94,14 @@ def choose_entry(
     names = [name for name, _ in candidates]
     shown = ", ".join(repr(name) for name in names[:_MAX_LISTED])
     if wanted is not None:
-        for name, tensors in candidates:
-            if name == wanted:
-                return name, tensors
+        meant = [candidate for candidate in candidates if candidate[0] == wanted]
+        if len(meant) == 1:
+            return meant[0]
+        if meant:
+            raise CheckpointError(
+                f"--entry: {source} has {len(meant)} sets of weights under {wanted!r:.80} (a name with a dot, and one inside "
+                f"another); save the one that is meant by itself"
+            )
         raise CheckpointError(f"--entry: {source} has no weights under {wanted!r:.80}, found {shown or 'none at all'}")
     if not candidates:
         raise CheckpointError(
@@ -100,8 +117,9 @@ def choose_entry(
 
 
 def _stored(key: str, tensor: Tensor, source: Path) -> Stored:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else f"{tensor.layout}"
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
+        kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "on the meta device": tensor.is_meta}
+        kind = next((name for name, is_it in kinds.items() if is_it), str(tensor.layout))
         raise CheckpointError(
             f"checkpoint: {key:.90} in {source} is {kind}, expected a dense tensor of floating point numbers; save the weights "
             f"before such a conversion"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pickle  # noqa: TID251 - for its exceptions, and for an Unpickler that resolves names from an allow list only
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint import filesystem, metadata
 
 from caracal.errors import CheckpointError
 
@@ -25,7 +28,16 @@ _INERT = {
     "datetime.timedelta": "datetime",
     "uuid.UUID": "uuid",
     "caracal.config.CaracalConfig": "caracal.config",
+    # NumPy's numbers and arrays: losses, random states.
+    "numpy._core.multiarray.scalar": "numpy",
+    "numpy.core.multiarray.scalar": "numpy",
+    "numpy._core.multiarray._reconstruct": "numpy",
+    "numpy.core.multiarray._reconstruct": "numpy",
+    "numpy.dtype": "numpy",
+    "numpy.ndarray": "numpy",
+    "_codecs.encode": "_codecs",
 }
+_NUMPY_DTYPE = re.compile(r"numpy\.dtypes\.\w+DType")
 _UNSUPPORTED = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -35,9 +47,9 @@ def load_weights_only(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, or would make something that is no weight; nothing of it was run.
     """
-    with path.open("rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"  # the format since PyTorch 1.6; older files cannot be mapped
     try:
+        with path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"  # the format since PyTorch 1.6; older files cannot be mapped
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong with the file is said below
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -65,12 +77,12 @@ def _refusal(path: Path, error: Exception) -> str:
     if not names:
         return f"checkpoint: {path} is not a whole file of torch.save ({text[:120] or type(error).__name__}); copy or save it again"
     shown = ", ".join(f"{name:.80}" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    if all(name in _INERT for name in names):
-        modules = ", ".join(sorted({_INERT[name] for name in names}))
+    if all(name in _INERT or _NUMPY_DTYPE.fullmatch(name) for name in names):
+        modules = ", ".join(sorted({_INERT.get(name, "numpy") for name in names}))
         return (
-            f"checkpoint: {path} also holds {shown}, which is refused: only plain tensors are loaded. It is a class of data; to "
+            f"checkpoint: {path} also holds {shown}, which is refused: only plain tensors are loaded. What it holds is data; to "
             f'keep the weights alone run: python -c "import torch, {modules}; '
-            f"torch.serialization.add_safe_globals([{', '.join(names[:5])}]); "
+            f"torch.serialization.add_safe_globals([{', '.join(names)}]); "
             f"torch.save(torch.load({str(path)!r}, weights_only=True, map_location='cpu')['model'], 'weights.pt')\" "
             f"(with the entry's own name for 'model')"
         )
@@ -85,7 +97,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Resolves the names that torch.distributed.checkpoint writes into `.metadata`, and no other."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _allowed().get(f"{module}.{name}")
+        found = _metadata_classes().get(f"{module}.{name}")
         if found is None:
             raise _RefusedError(f"{module}.{name}")
         return found
@@ -95,37 +107,26 @@ class _RefusedError(Exception):
     pass
 
 
-def _allowed() -> Mapping[str, Any]:
-    from pathlib import PosixPath, PurePath
-
-    from torch.distributed.checkpoint import filesystem, metadata
-    from torch.distributed.checkpoint.metadata import TensorProperties
-
-    path = PurePath  # a path that touches nothing, on any system
-    assert issubclass(PosixPath, path)
+@cache
+def _metadata_classes() -> Mapping[str, Any]:
+    """All that the format needs, none of which does more than hold data."""
     classes: dict[str, Any] = {
         "torch.Size": torch.Size,
-        "torch.serialization._get_layout": torch.serialization._get_layout,
-        "collections.OrderedDict": __import__("collections").OrderedDict,
+        "torch.serialization._get_layout": torch.serialization._get_layout,  # looks a name up in a table
+        "collections.OrderedDict": OrderedDict,
         "builtins.set": set,
-        "pathlib.PosixPath": path,
-        "pathlib._local.PosixPath": path,
-        "pathlib.WindowsPath": path,
-        "pathlib._local.WindowsPath": path,
-        "torch.distributed.checkpoint.metadata.TensorProperties": TensorProperties,
-        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": TensorProperties,
+        "torch.distributed.checkpoint.metadata.TensorProperties": metadata.TensorProperties,
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": metadata.TensorProperties,
     }
+    for kind in ("PosixPath", "WindowsPath"):  # as a path that touches nothing, on any system
+        classes |= {f"pathlib.{kind}": PurePath, f"pathlib._local.{kind}": PurePath}
     for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
                  "StorageMeta", "_MEM_FORMAT_ENCODING"):  # fmt: skip
-        if hasattr(metadata, name):
-            classes[f"torch.distributed.checkpoint.metadata.{name}"] = getattr(metadata, name)
+        classes[f"torch.distributed.checkpoint.metadata.{name}"] = getattr(metadata, name)
     for name in ("_StorageInfo", "_StoragePrefix"):
-        if hasattr(filesystem, name):
-            classes[f"torch.distributed.checkpoint.filesystem.{name}"] = getattr(filesystem, name)
-    for name in vars(torch):
-        if isinstance(getattr(torch, name), torch.dtype):
-            classes[f"torch.{name}"] = getattr(torch, name)
-    return classes
+        classes[f"torch.distributed.checkpoint.filesystem.{name}"] = getattr(filesystem, name)
+    dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    return {**classes, **{f"torch.{name}": dtype for name, dtype in dtypes.items()}}
 
 
 def load_distributed_metadata(file: BinaryIO, path: Path) -> Any:

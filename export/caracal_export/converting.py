@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import BundleError
-from caracal_runtimes.manifest import MANIFEST_FILE
 from caracal_runtimes.parity import Progress
+from caracal_runtimes.sizes import Bytes
 from torch import Tensor
 
 from caracal import CaracalConfig
@@ -20,6 +20,7 @@ from caracal.checkpoint.parameters import parameter_shapes
 from caracal.checkpoint.saving import write_folder
 from caracal.checkpoint.stores import Stored
 from caracal_export.dtypes import DTYPES_KEY, narrow
+from caracal_export.exporter import check_tokenizer
 from caracal_export.graph_model import layout_of
 from caracal_export.staging import CHECKPOINT, staged_folder
 from caracal_export.weights import check_shard_size
@@ -48,14 +49,6 @@ class Source:
     read: Callable[[str], Tensor]
     tokenizer: Path | None
     notes: tuple[str, ...] = ()
-
-
-def is_bundle(path: str | Path) -> bool:
-    """Whether a path is a bundle's folder."""
-    try:
-        return (Path(path) / MANIFEST_FILE).is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def convert(
@@ -90,17 +83,19 @@ def convert(
             source.read,
             tokenizer=source.tokenizer,
             max_shard_size=max_shard_size,
-            progress=lambda done, total: report("writing the weights", done, total),
+            progress=lambda done, total: report("writing the weights", Bytes(done), Bytes(total)),
         )
         files = {name: (stage / name).stat().st_size for name in names}
     dtypes: dict[str, int] = {}
     for entry in source.entries.values():
-        dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.numbers
+        dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.elements
     return Converted(target, sum(dtypes.values()), files, dtypes, source.notes)
 
 
 def from_checkpoint(checkpoint: Checkpoint) -> Source:
-    """An opened checkpoint in its stored dtypes."""
+    """An opened checkpoint in its stored dtypes. Raises InputError for a tokenizer that is none, or another model's."""
+    if checkpoint.tokenizer is not None:
+        check_tokenizer("convert", checkpoint.tokenizer, checkpoint.config)
     entries = {name: Stored(checkpoint.dtype(name), recipe.shape) for name, recipe in checkpoint.recipes.items()}
     notes = list(checkpoint.assumed)
     if scaled := [name for name, recipe in checkpoint.recipes.items() if recipe.scale is not None]:
@@ -118,6 +113,7 @@ def from_bundle(path: str | Path) -> Source:
 
     Raises:
         BundleError: it is damaged, or its weights are not the model's.
+        ConfigError: its configuration is invalid.
     """
     bundle = Bundle.open(path)
     manifest = bundle.manifest

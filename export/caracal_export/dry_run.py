@@ -12,12 +12,14 @@ from caracal_runtimes.errors import InputError
 from caracal_runtimes.limits import check_forward, forward_bytes, state_bytes
 from caracal_runtimes.manifest import GraphSpec
 from caracal_runtimes.parity import Progress
+from caracal_runtimes.sizes import format_bytes
 
 from caracal import CaracalModel
+from caracal.checkpoint.files import TOKENIZER_FILE
 from caracal.checkpoint.opening import Checkpoint
 from caracal.checkpoint.parameters import parameter_shapes
 from caracal_export import goldens, weights
-from caracal_export.exporter import check_arguments, describe_graph
+from caracal_export.exporter import GOLDEN_FILE, check_arguments, check_tokenizer, describe_graph
 from caracal_export.tracing import GRAPHS, LAGS, TRACED_OPSET, trace
 
 # Peak of an export over the bundle's weights, and what the packages take before it begins; benchmarks/export_memory.py.
@@ -89,6 +91,9 @@ def dry_run(
             raise InputError(f"{name}: expected an integer of at least 1, found {value!r:.40}")
     config = checkpoint.config
     spec = goldens.spec_of(config)
+    check_forward(spec, batch, length, 1, mixing=mixing)
+    if checkpoint.tokenizer is not None:
+        check_tokenizer("export", checkpoint.tokenizer, config)
     files = weights.plan_files(weights.graph_shapes(parameter_shapes(config), config), max_shard_size)
     with torch.device("meta"):
         model = CaracalModel(config).eval().requires_grad_(False)
@@ -102,11 +107,10 @@ def dry_run(
             size = ir.to_proto(graph).ByteSize()
             graphs[name] = (describe_graph(graph, f"{name}.onnx", opset, mixing), size)
     recorded = goldens.extent(config, lags)
-    others = {"golden.safetensors": recorded.bytes}
+    others = {GOLDEN_FILE: recorded.bytes}
     if checkpoint.tokenizer is not None:
-        others["tokenizer.json"] = checkpoint.tokenizer.stat().st_size
+        others[TOKENIZER_FILE] = checkpoint.tokenizer.stat().st_size
     sizes = {file.name: file.bytes for file in files}
-    check_forward(spec, batch, length, 1, mixing=mixing)
     return DryRun(
         parameters=checkpoint.parameters(),
         graphs=graphs,
@@ -124,8 +128,6 @@ def dry_run(
 
 def dry_run_lines(found: DryRun, name: str) -> list[str]:
     """What was found, for people; the verdict is the last line."""
-    from caracal_runtimes.sizes import format_bytes
-
     rows = [["file", "size", "nodes", ""]]
     for graph, size in found.graphs.values():
         rows.append(
@@ -138,7 +140,7 @@ def dry_run_lines(found: DryRun, name: str) -> list[str]:
         )
     rows += [[file, format_bytes(size), "", "float32"] for file, size in found.weights.items()]
     rows += [
-        [file, ("about " if file.startswith("golden") else "") + format_bytes(size), "", ""]
+        [file, ("about " if file == GOLDEN_FILE else "") + format_bytes(size), "", ""]
         for file, size in found.others.items()
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -151,5 +153,5 @@ def dry_run_lines(found: DryRun, name: str) -> list[str]:
         f"memory to run {what}: about {format_bytes(found.running)} (weights {format_bytes(sum(found.weights.values()))}, "
         f"reading {format_bytes(found.prefill)}, state {format_bytes(found.state)})",
         "",
-        f"NOT RUN  export {name}  {found.parameters:,} parameters, about {format_bytes(found.total)}  dry run, nothing was written",
+        f"DRY RUN  export {name}  {found.parameters:,} parameters, about {format_bytes(found.total)}  nothing was written",
     ]

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 GOLDEN_FILE = "golden.safetensors"
+_GRAPH_BYTES = 16 << 20  # more than any model's graphs take
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ def export_checkpoint(
     report("reading the checkpoint", 0, 1)
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     config = opened.config
-    tokenizer = None if opened.tokenizer is None else _check_tokenizer(opened.tokenizer, config)
-    _check_room(target, opened.parameters())
+    tokenizer = None if opened.tokenizer is None else check_tokenizer("export", opened.tokenizer, config)
+    _check_room(target, opened, lags)
     try:
         with staged_folder(BUNDLE, target, overwrite=overwrite) as stage:
             files = _write_weights(opened, stage, max_shard_size, report)
@@ -112,8 +113,8 @@ def export_checkpoint(
                 graphs[name] = describe_graph(graph, file, opset, mixing)
             recorded = _record_goldens(opened, lags, tokenizer, report)
             safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
-            if tokenizer is not None:
-                shutil.copyfile(tokenizer, stage / TOKENIZER_FILE)
+            if opened.tokenizer is not None:
+                shutil.copyfile(opened.tokenizer, stage / TOKENIZER_FILE)
             manifest = Manifest(
                 config=config.to_dict(),
                 precision="float32",
@@ -125,13 +126,15 @@ def export_checkpoint(
                     tuple(recorded.cases),
                     tuple(recorded.greedy),
                     recorded.text,
+                    recorded.rounding,
                 ),
                 files={},
                 tokenizer=None if tokenizer is None else TOKENIZER_FILE,
                 producer=_versions(),
                 source=_source(opened),
             )
-            (stage / MANIFEST_FILE).write_text(_with_files(manifest, stage).to_json(), encoding="utf-8")
+            manifest = _with_files(manifest, stage)
+            (stage / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
             found = verification.verify(opened, stage, threads=threads, progress=report) if verify else None
             card = model_card(
                 config,
@@ -177,42 +180,31 @@ def _write_weights(
     return files
 
 
-def _record_goldens(checkpoint: Checkpoint, lags: int, tokenizer: Path | None, report: Progress) -> goldens.Recorded:
+def _record_goldens(
+    checkpoint: Checkpoint, lags: int, tokenizer: Tokenizer | None, report: Progress
+) -> goldens.Recorded:
     """The reference's outputs; the model is gone from memory when they are there."""
     recorded = goldens.record(
         checkpoint.model(),
         lags,
         lambda what, done, total: report(f"recording goldens: {what}", done, total),
-        None if tokenizer is None else _read_tokenizer(tokenizer),
+        tokenizer,
     )
     checkpoint.release()
     return recorded
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(path))
-    # Settings for training batches travel in the file; here they would cut the passage.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _check_tokenizer(path: Path, config: CaracalConfig) -> Path | None:
-    """The tokenizer's path, or None when the checkpoint has none. Raises InputError for one that does not fit."""
-    if not path.exists():
-        return None
+def check_tokenizer(command: str, path: Path, config: CaracalConfig) -> Tokenizer:
+    """The checkpoint's tokenizer. Raises InputError, of this command, for one that does not fit."""
     try:
-        read_tokenizer(path, config.vocab_size)
+        return read_tokenizer(path, config.vocab_size)
     except ValueError as error:
-        raise InputError(f"export: {path} {error}") from None
-    return path
+        raise InputError(f"{command}: {path} {error}; put the model's own there, or remove it") from None
 
 
-def _check_room(target: Path, parameters: int) -> None:
+def _check_room(target: Path, checkpoint: Checkpoint, lags: int) -> None:
     """Refuses to start an export that the disk cannot hold; the weights and the goldens are all that is large."""
-    needed = 4 * parameters + (64 << 20)
+    needed = 4 * checkpoint.parameters() + goldens.extent(checkpoint.config, lags).bytes + _GRAPH_BYTES
     free = shutil.disk_usage(target.absolute().parent).free
     if free < needed:
         raise InputError(
@@ -240,10 +232,11 @@ def describe_graph(graph: ir.Model, file: str, opset: int, mixing: str) -> Graph
 
 
 def _with_files(manifest: Manifest, stage: Path) -> Manifest:
+    """The manifest with every file of the folder; those that it has already are not hashed again."""
+    names = sorted(path.name for path in stage.iterdir() if path.name != MANIFEST_FILE)
     files = {
-        path.name: FileEntry(path.stat().st_size, sha256_of(path))
-        for path in sorted(stage.iterdir())
-        if path.name != MANIFEST_FILE
+        name: manifest.files.get(name) or FileEntry((stage / name).stat().st_size, sha256_of(stage / name))
+        for name in names
     }
     return replace(manifest, files=files)
 

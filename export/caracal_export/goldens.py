@@ -6,6 +6,7 @@ lengths), positions where blocks and transforms meet, and ids so that every row 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.limits import check_forward
 from caracal_runtimes.manifest import GoldenCase, GoldenGreedy, GoldenText, ModelSpec
@@ -22,6 +24,7 @@ from caracal_runtimes.text import encode_text
 from numpy.typing import NDArray
 
 from caracal import CaracalConfig, CaracalModel
+from caracal.model import gather_positions
 from caracal_export.drafting import draft_greedy
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ _COLUMNS = 64  # vocabulary ids recorded per position where all positions are
 _COVERAGE_LENGTH = 512
 _COVERAGE_VOCABULARY = 16384  # up to here all ids are read even where a tied head shows every row anyway
 GREEDY_TOKENS = 128
+_HEAD_ROWS = 4096  # of the vocabulary that are in float64 at once
 _PASSAGE = Path(__file__).with_name("passage.txt")  # the Book of Ruth, King James Version: public domain
 _TEXT_TOKENS = 512
 
@@ -45,6 +49,7 @@ class Recorded:
     cases: list[GoldenCase] = field(default_factory=list)
     greedy: list[GoldenGreedy] = field(default_factory=list)
     text: GoldenText | None = None
+    rounding: float = 0.0
 
 
 def record(
@@ -71,6 +76,8 @@ def record(
         _record_greedy(model, name, prompt, recorded)
     if tokenizer is not None:
         _record_text(model, tokenizer, recorded)
+    longest = max((plan for plan in plans if len(plan.rows) == 1), key=lambda plan: len(plan.rows[0]))
+    recorded.rounding = own_rounding(model, longest.rows[0], _positions(len(longest.rows[0]), config=model.config))
     if progress is not None:
         progress("done", total, total)
     return recorded
@@ -208,6 +215,29 @@ def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
     if plan.columns is not None:
         recorded.tensors[f"{plan.name}/columns"] = plan.columns
     recorded.cases.append(GoldenCase(plan.name, len(plan.rows), length, columns=plan.columns is not None))
+
+
+@torch.no_grad()
+def own_rounding(model: CaracalModel, row: NDArray[np.int64], positions: NDArray[np.int64]) -> float:
+    """Relative L2 of the reference's float32 logits from float64, with one block at a time in float64.
+
+    Args:
+        model: float32.
+        row: token ids, [L].
+        positions: whose logits are compared, [P].
+    """
+    ids, at = torch.from_numpy(row)[None], torch.from_numpy(positions)[None]
+    single = model(ids, at)[0]  # (P, V)
+    x = F.embedding(ids, model.embed_tokens.weight).double()
+    for block in model.blocks:
+        x = copy.deepcopy(block).double()(x)
+    x = copy.deepcopy(model.norm).double()(gather_positions(x, at))[0]
+    difference = total = 0.0
+    for start in range(0, single.shape[1], _HEAD_ROWS):
+        exact = x @ model.lm_head.weight[start : start + _HEAD_ROWS].double().t()
+        difference += float((single[:, start : start + _HEAD_ROWS] - exact).square().sum())
+        total += float(exact.square().sum())
+    return min(1.0, (difference / total) ** 0.5) if total else 0.0
 
 
 @torch.no_grad()

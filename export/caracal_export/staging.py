@@ -45,9 +45,9 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)  # what a rename says whe
 _LONG_NAME = 96  # bytes; some file systems take 143, and what is put before and behind is 36 more
 _CHECKPOINT_FILES = (
     "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "model*.safetensors",
+    "tokenizer.json",
+    "model.safetensors",
+    "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors",
     "model.safetensors.index.json",
 )
 

@@ -133,13 +133,17 @@ class GoldenText:
 
 @dataclass(frozen=True)
 class Golden:
-    """The reference outputs that travel with the bundle."""
+    """The reference outputs that travel with the bundle.
+
+    `rounding` is the relative L2 of the reference's float32 logits from float64 on the longest single row.
+    """
 
     file: str
     reference: str
     cases: tuple[GoldenCase, ...]
     greedy: tuple[GoldenGreedy, ...]
     text: GoldenText | None = None
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -403,7 +407,10 @@ def _parse_golden(entry: _Reader) -> Golden:
     if entry.data.get("text") is not None:
         given = entry.child("text")
         text = GoldenText(given.get("name", str), given.size("tokens", 2), given.size("bytes", 1))
-    return Golden(entry.file("file"), entry.get("reference", str), cases, greedy, text)
+    rounding = entry.data.get("rounding", 0.0)
+    if isinstance(rounding, bool) or not isinstance(rounding, (int, float)) or not 0 <= rounding <= 1:
+        raise BundleError(f"{entry.where}.rounding must be a number from 0 to 1, found {rounding!r:.60}")
+    return Golden(entry.file("file"), entry.get("reference", str), cases, greedy, text, float(rounding))
 
 
 def _parse_model(config: Mapping[str, Any]) -> ModelSpec:

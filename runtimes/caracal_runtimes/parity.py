@@ -88,6 +88,7 @@ def whole_report(bundle: Bundle, rows: Sequence[ProviderReport]) -> ParityReport
         mixing=bundle.manifest.graphs["forward"].mixing,
         precision=bundle.manifest.precision,
         providers=tuple(rows),
+        rounding=bundle.manifest.golden.rounding,
         machines=({**environment(), "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")},),
     )
 
@@ -103,7 +104,7 @@ def empty_row(bundle: Bundle, ep: str, settings: Settings, level: str | None = N
         ep=name,
         threads=settings.threads or default_threads(),
         level=level,
-        tolerance=tolerances.tolerance_for(level, bundle.manifest.precision),
+        tolerance=tolerances.tolerance_for(level, bundle.manifest.precision, bundle.manifest.golden.rounding),
         placement=None,
         title=provider.title,
         mode="fast" if settings.fast else "exact",

@@ -162,6 +162,7 @@ class ParityReport:
         reference, mixing, precision: of the bundle.
         providers: a row each.
         machines: the environment of each machine that rows come from.
+        rounding: the reference's own, as the bundle records it; see `caracal_runtimes.tolerances`.
     """
 
     bundle: str
@@ -171,6 +172,7 @@ class ParityReport:
     precision: str
     providers: tuple[ProviderReport, ...]
     machines: tuple[dict[str, str], ...] = ()
+    rounding: float = 0.0
 
     @property
     def judged(self) -> tuple[ProviderReport, ...]:
@@ -216,6 +218,8 @@ class ParityReport:
                 f"({FORMAT_VERSION}); make the report again, or update caracal-onnx"
             )
         report = build(cls, data, where)
+        if not 0 <= report.rounding <= 1:
+            raise InputError(f"{where}.rounding: expected a number from 0 to 1, found {report.rounding}")
         if not report.providers:
             raise InputError(f"{where}: it has no provider's results; make the report again")
         rows = []
@@ -223,7 +227,7 @@ class ParityReport:
             place = f"{where}.providers[{index}]"
             if not 0 <= row.machine < len(report.machines):
                 raise InputError(f"{place}.machine: no machine {row.machine} is described")
-            rows.append(_judged(row, tolerance_for(row.level, report.precision), place))
+            rows.append(_judged(row, tolerance_for(row.level, report.precision, report.rounding), place))
         return replace(report, providers=tuple(rows))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from caracal_runtimes.bench import BenchReport
 from caracal_runtimes.parity_report import CaseResult, ParityReport, ProviderReport
+from caracal_runtimes.tolerances import tolerance_for
 
 _MISPLACED_SHOWN = 12
 
@@ -82,6 +83,8 @@ def verdict_line(report: ParityReport, provider: ProviderReport) -> str:
     failed = [result for result in results if result.verdict == "FAILED"]
     figure = f"worst relative L2 {worst.metrics.relative_l2:.1e} ({worst.name})"
     limit = f"limit {provider.tolerance.relative_l2:.0e}"
+    if provider.tolerance != tolerance_for(provider.level, report.precision):
+        limit += f" (the reference's own rounding is {report.rounding:.1e})"
     if failed and not provider.died:
         return f"{verdict}  {what}  {figure}  {limit}  {failed[0].name}: {failed[0].reason}"
     counts = f"{len(provider.cases)} passes, {len(provider.greedy)} greedy continuations"

@@ -8,7 +8,7 @@ A level says how alike two runs of the same model must be; a precision says what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from caracal_runtimes.errors import InputError
 
@@ -44,13 +44,33 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
 }
 
 
-def tolerance_for(level: str, precision: str) -> Tolerance:
-    """The table's entry. Raises InputError for a pair that is not in it."""
+#: Two computations in float32 that round independently are each as far from the exact result as the reference is; a limit
+#: below this many times that would be missed by a right one.
+ROUNDINGS = 3
+#: Relative L2 beyond which no rounding excuses a difference.
+_MOST_ROUNDING = 1e-3
+
+
+def tolerance_for(level: str, precision: str, rounding: float = 0.0) -> Tolerance:
+    """The table's entry, scaled where the reference itself rounds more than the entry allows for.
+
+    Args:
+        level, precision: of the entry.
+        rounding: relative L2 of the reference's float32 logits from float64, as the bundle records it.
+
+    Raises:
+        InputError: for a pair that is not in the table.
+    """
     try:
-        return TOLERANCES[level, precision]
+        entry = TOLERANCES[level, precision]
     except KeyError:
         known = ", ".join(f"{a}/{b}" for a, b in TOLERANCES)
         raise InputError(f"tolerance: no level {level!r} for precision {precision!r}; known are {known}") from None
+    least = min(ROUNDINGS * rounding, _MOST_ROUNDING)
+    if least <= entry.relative_l2:
+        return entry
+    factor = least / entry.relative_l2
+    return Tolerance(**{name: factor * value for name, value in asdict(entry).items()})
 
 
 #: Relative L2 that one node may add by itself, by level, for floating-point values; all others must be equal.

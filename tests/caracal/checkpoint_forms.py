@@ -328,6 +328,44 @@ def deepspeed(folder: Path, model: CaracalModel) -> Case:
     return Case(folder)
 
 
+@form(
+    FOLDERS,
+    "a `config.json` that is a link to nothing (a broken cache)",
+    "refused with its path",
+    refused=("config.json is a link to nothing",),
+)
+def dangling_config(folder: Path, model: CaracalModel) -> Case:
+    hugging_face(folder, model)
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(folder / "blobs" / "gone")
+    return Case(folder)
+
+
+@form(
+    FOLDERS,
+    "PyTorch shards with weights of different entries",
+    "refused",
+    refused=("under 'ema'", "of different sets of weights"),
+)
+def shards_of_different_entries(folder: Path, model: CaracalModel) -> Case:
+    index_into(folder, sharded(folder, model, "bin", shards=2), "bin")
+    for number, entry in ((1, "model"), (2, "ema")):
+        file = folder / f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save({entry: torch.load(file)}, file)
+    return Case(folder)
+
+
+@form(
+    FOLDERS,
+    "one shard of several, named by itself",
+    "refused: name the folder or the index",
+    refused=("is one of 3 shards",),
+)
+def one_shard(folder: Path, model: CaracalModel) -> Case:
+    index_into(folder, sharded(folder, model, "safetensors"))
+    return Case(folder / "model-00001-of-00003.safetensors")
+
+
 # ---------------------------------------------------------------------------------------------------------------
 FILES = "Single files"
 
@@ -405,6 +443,26 @@ def gguf(folder: Path, model: CaracalModel) -> Case:
     folder.mkdir(exist_ok=True)
     (folder / "model.gguf").write_bytes(b"GGUF")
     return Case(folder / "model.gguf")
+
+
+@form(
+    FILES,
+    "a configuration inside the file that contradicts `config.json`",
+    "refused: say which with `--config`",
+    refused=("contradict each other", "--config FILE"),
+)
+def two_configurations(folder: Path, model: CaracalModel) -> Case:
+    config_into(folder, model, sliding_window=5)
+    metadata = {"config": json.dumps(model.config.to_dict())}
+    safetensors.torch.save_file(state_of(model), folder / "w.safetensors", metadata=metadata)
+    return Case(folder / "w.safetensors")
+
+
+@form(FILES, "the same with `--config`")
+def two_configurations_decided(folder: Path, model: CaracalModel) -> Case:
+    two_configurations(folder, model)
+    config_into(folder / "right", model)
+    return Case(folder / "w.safetensors", {"config": folder / "right" / "config.json"})
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -514,6 +572,25 @@ def model_and_ema(folder: Path, model: CaracalModel) -> Case:
 
 @form(
     TRAINING,
+    "two models, one of them called `optimal_model`",
+    "refused: say which with `--entry`",
+    refused=("2 sets of weights", "'optimal_model'"),
+)
+def last_and_optimal(folder: Path, model: CaracalModel) -> Case:
+    config_into(folder, model)
+    return Case(torch_file(folder / "run.pt", {"last": state_of(model), "optimal_model": state_of(model)}))
+
+
+@form(
+    TRAINING, "an `--entry` that two sets of weights answer to", "refused", refused=("2 sets of weights under 'a.b'",)
+)
+def ambiguous_entry(folder: Path, model: CaracalModel) -> Case:
+    config_into(folder, model)
+    return Case(torch_file(folder / "run.pt", {"a.b": state_of(model), "a": {"b": state_of(model)}}), {"entry": "a.b"})
+
+
+@form(
+    TRAINING,
     "an `--entry` that is not there",
     "refused with those that are",
     refused=("no weights under 'emma'", "'model'"),
@@ -549,6 +626,21 @@ def optimizer_alone(folder: Path, model: CaracalModel) -> Case:
 def namespace(folder: Path, model: CaracalModel) -> Case:
     config_into(folder, model)
     return Case(torch_file(folder / "run.pt", {"model": state_of(model), "args": argparse.Namespace(lr=0.1)}))
+
+
+@form(
+    TRAINING,
+    "numbers and random states of NumPy beside the weights",
+    "refused with a command that keeps the weights alone",
+    refused=("scalar", "add_safe_globals(["),
+)
+def numpy_numbers(folder: Path, model: CaracalModel) -> Case:
+    import numpy as np
+
+    config_into(folder, model)
+    return Case(
+        torch_file(folder / "run.pt", {"model": state_of(model), "best": np.float64(0.5), "seen": np.arange(3)})
+    )
 
 
 @form(
@@ -649,6 +741,89 @@ def dcp_missing_file(folder: Path, model: CaracalModel) -> Case:
     config_into(folder / "dcp", model)
     (folder / "dcp" / "__0_0.distcp").unlink()
     return Case(folder / "dcp")
+
+
+def two_ranks(folder: Path, model: CaracalModel, *, lose: str = "") -> Path:
+    """A folder as two ranks write it, each half of the rows of every tensor; `lose` is left out of the index."""
+    import pickle
+
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, places, paths = {}, {}, {}
+    for rank in (0, 1):
+        with (folder / f"__{rank}_0.distcp").open("wb") as file:
+            for name, tensor in state_of(model).items():
+                half = -(-len(tensor) // 2)
+                piece = (tensor[:half] if rank == 0 else tensor[half:]).clone()
+                full, start = f"model.{name}", file.tell()
+                torch.save(piece, file)
+                offsets = torch.Size([rank * half, *[0] * (tensor.dim() - 1)])
+                entry = tensors.setdefault(
+                    full, TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), tensor.size(), [])
+                )
+                paths[full] = ("model", name)
+                if rank == 1 and name == lose:
+                    continue
+                entry.chunks.append(ChunkStorageMetadata(offsets, piece.size()))
+                length = file.tell() - start
+                places[MetadataIndex(full, offsets)] = _StorageInfo(f"__{rank}_0.distcp", start, length)
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(tensors, paths, places)))
+    return folder
+
+
+@form(DCP, "pieces of every tensor in the files of two ranks")
+def dcp_two_ranks(folder: Path, model: CaracalModel) -> Case:
+    config_into(folder, model)
+    return Case(two_ranks(folder, model))
+
+
+@form(
+    DCP,
+    "pieces that leave a hole in a tensor",
+    "refused with its name",
+    refused=("do not make a whole tensor", "norm.weight"),
+)
+def dcp_hole(folder: Path, model: CaracalModel) -> Case:
+    config_into(folder, model)
+    return Case(two_ranks(folder, model, lose="norm.weight"))
+
+
+@form(DCP, "a truncated file", "refused", refused=("cannot be read", "copy or save it again"))
+def dcp_truncated(folder: Path, model: CaracalModel) -> Case:
+    distributed(folder / "dcp", {"model": state_of(model)})
+    config_into(folder / "dcp", model)
+    file = folder / "dcp" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return Case(folder / "dcp")
+
+
+@form(DCP, "a file that runs code", "refused; nothing is run", refused=("cannot be read",))
+def dcp_evil_file(folder: Path, model: CaracalModel) -> Case:
+    distributed(folder / "dcp", {"model": state_of(model)})
+    config_into(folder / "dcp", model)
+    torch.save(Evil(f"touch {folder / 'ran'}"), folder / "dcp" / "__0_0.distcp")
+    return Case(folder / "dcp")
+
+
+@form(DCP, "`.metadata` beside a `model.safetensors`", "refused: which is meant?", refused=("which of them is meant",))
+def dcp_and_safetensors(folder: Path, model: CaracalModel) -> Case:
+    distributed(folder, {"model": state_of(model)})
+    return Case(hugging_face(folder, model))
+
+
+@form(DCP, "the `.metadata` file itself")
+def dcp_named(folder: Path, model: CaracalModel) -> Case:
+    distributed(folder, {"model": state_of(model)})
+    hugging_face(folder, model)
+    return Case(folder / ".metadata")
 
 
 @form(
@@ -842,7 +1017,7 @@ def foreign_layout(folder: Path, model: CaracalModel) -> Case:
 
 @form(NAMES, "the same with the key map that `caracal info` drafted")
 def foreign_layout_with_draft(folder: Path, model: CaracalModel) -> Case:
-    from caracal.checkpoint.drafting import draft_key_map
+    from caracal.checkpoint.key_map_draft import draft_key_map
     from caracal.checkpoint.stores import Stored
 
     state = renamed(state_of(model), foreign_name)
@@ -907,17 +1082,17 @@ VALUES = "Shapes, dtypes and storages"
 
 @form(
     VALUES,
-    "matrices stored [in, out] where the shape tells, square ones as PyTorch stores them, with `--linear-layout out,in`",
+    "matrices stored [in, out] where the shape tells, square ones as PyTorch stores them, with `--linear-layout out-in`",
 )
 def transposed_where_told(folder: Path, model: CaracalModel) -> Case:
     state = {k: v.t().contiguous() if linear(k) and v.shape[0] != v.shape[1] else v for k, v in state_of(model).items()}
-    return Case(hugging_face(folder, model, state), {"linear_layout": "out,in"})
+    return Case(hugging_face(folder, model, state), {"linear_layout": "out-in"})
 
 
-@form(VALUES, "all matrices stored [in, out], with `--linear-layout in,out`")
+@form(VALUES, "all matrices stored [in, out], with `--linear-layout in-out`")
 def transposed_everywhere(folder: Path, model: CaracalModel) -> Case:
     state = {k: v.t().contiguous() if linear(k) else v for k, v in state_of(model).items()}
-    return Case(hugging_face(folder, model, state), {"linear_layout": "in,out"})
+    return Case(hugging_face(folder, model, state), {"linear_layout": "in-out"})
 
 
 @form(VALUES, "one matrix stored [in, out], the others not")
@@ -931,7 +1106,7 @@ def one_transposed(folder: Path, model: CaracalModel) -> Case:
     VALUES,
     "every matrix whose shape tells is [in, out], and square ones do not tell",
     "refused: say `--linear-layout`",
-    refused=("is stored [in, out]", "--linear-layout in,out"),
+    refused=("is stored [in, out]", "--linear-layout in-out"),
 )
 def transposed_undecided(folder: Path, model: CaracalModel) -> Case:
     return Case(transposed_everywhere(folder, model).path)
@@ -939,12 +1114,50 @@ def transposed_undecided(folder: Path, model: CaracalModel) -> Case:
 
 @form(
     VALUES,
+    "the layers [in, out], the head as PyTorch stores it (GPT-2's way)",
+    "refused: say `--linear-layout`",
+    refused=("is stored [in, out]", "--linear-layout in-out"),
+    tie_word_embeddings=False,
+)
+def transposed_but_the_head(folder: Path, model: CaracalModel) -> Case:
+    state = {k: v.t().contiguous() if linear(k) and k != HEAD else v for k, v in state_of(model).items()}
+    return Case(hugging_face(folder, model, state))
+
+
+@form(VALUES, "the same with `--linear-layout in-out`", tie_word_embeddings=False)
+def transposed_but_the_head_decided(folder: Path, model: CaracalModel) -> Case:
+    return Case(transposed_but_the_head(folder, model).path, {"linear_layout": "in-out"})
+
+
+@form(
+    VALUES,
+    "a fused matrix that is square, in a checkpoint of [in, out] matrices",
+    "refused: say `--linear-layout`",
+    refused=("--linear-layout in-out",),
+    intermediate_size=6,
+)
+def fused_square(folder: Path, model: CaracalModel) -> Case:
+    state = {k: v.t().contiguous() if linear(k) else v for k, v in state_of(model).items()}
+    for block in range(3):
+        for tail in ("weight", "bias"):
+            parts = [state.pop(f"blocks.{block}.ffn.{name}_proj.{tail}") for name in ("gate", "up")]
+            state[f"blocks.{block}.ffn.gate_up_proj.{tail}"] = torch.cat(parts, dim=-1)
+    return Case(hugging_face(folder, model, state))
+
+
+@form(VALUES, "the same with `--linear-layout in-out`", intermediate_size=6)
+def fused_square_decided(folder: Path, model: CaracalModel) -> Case:
+    return Case(fused_square(folder, model).path, {"linear_layout": "in-out"})
+
+
+@form(
+    VALUES,
     "a `--linear-layout` that contradicts the shapes",
     "refused",
-    refused=("--linear-layout in,out contradicts",),
+    refused=("--linear-layout in-out contradicts",),
 )
 def contradicting_layout(folder: Path, model: CaracalModel) -> Case:
-    return Case(hugging_face(folder, model), {"linear_layout": "in,out"})
+    return Case(hugging_face(folder, model), {"linear_layout": "in-out"})
 
 
 @form(VALUES, "convolutions without their axis of size 1")
@@ -1036,6 +1249,41 @@ def scaled_float8(folder: Path, model: CaracalModel) -> Case:
     return Case(hugging_face(folder, model, state), state={**state_of(model), **expected})
 
 
+@form(VALUES, "a tied head in 8-bit floats with its factor, stored under the head's name", "loads the product")
+def scaled_head(folder: Path, model: CaracalModel) -> Case:
+    state = state_of(model)
+    weight = (state.pop(EMBEDDING) * 4).to(torch.float8_e4m3fn)
+    expected = {**state, EMBEDDING: weight.float() * 0.25}
+    return Case(
+        hugging_face(folder, model, {**state, HEAD: weight, f"{HEAD}_scale": torch.tensor(0.25)}), state=expected
+    )
+
+
+@form(
+    VALUES,
+    "factors per row of a matrix that is stored [in, out]",
+    "refused: which way do they lie?",
+    refused=("is no factor for",),
+)
+def scaled_transposed(folder: Path, model: CaracalModel) -> Case:
+    state = state_of(model)
+    name = "blocks.0.ffn.up_proj.weight"
+    state |= {name: state[name].t().contiguous().to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(20)}
+    return Case(hugging_face(folder, model, state))
+
+
+@form(
+    VALUES,
+    "dtypes whose values mean nothing alone (`float8_e8m0fnu`)",
+    "refused with the tensor's name",
+    refused=("norm.weight", "must be floating point, found float8_e8m0fnu"),
+)
+def exponents(folder: Path, model: CaracalModel) -> Case:
+    config_into(folder, model)
+    state = state_of(model)
+    return Case(torch_file(folder / "run.pt", {**state, "norm.weight": state["norm.weight"].to(torch.float8_e8m0fnu)}))
+
+
 @form(VALUES, "a factor of no shape that fits", "refused", refused=("is no factor for", "one per block of 128 x 128"))
 def bad_scale(folder: Path, model: CaracalModel) -> Case:
     state = state_of(model)
@@ -1119,6 +1367,23 @@ def sparse(folder: Path, model: CaracalModel) -> Case:
 )
 def too_many_elements(folder: Path, model: CaracalModel) -> Case:
     return Case(hugging_face(folder, model, vocab_size=1 << 24, hidden_size=4096, num_attention_heads=4))
+
+
+@form(
+    VALUES,
+    "a stored tensor of more than 2^31 elements",
+    "refused beforehand, with the numbers",
+    refused=("2,147,549,184 elements, at most 2,147,483,647",),
+)
+def too_many_stored_elements(folder: Path, model: CaracalModel) -> Case:
+    config_into(folder, model)
+    header = json.dumps(
+        {"norm.weight": {"dtype": "F8_E4M3", "shape": [65536, 32769], "data_offsets": [0, 65536 * 32769]}}
+    )
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + 65536 * 32769)  # a hole: nothing is written
+    return Case(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,11 @@ def _load(name: str) -> ModuleType:
 
 forms = _load("checkpoint_forms")
 LOADS = [form for form in forms.FORMS if not form.refused]
+# What a remedy is made of: an imperative, or a question that names the choice.
+REMEDY = re.compile(
+    r"\b(name|copy|save|say|run|add|give|remove|use|write|pass|leave|set|take|fetch|drop|put|look|correct|make|expected|load|"
+    r"export|refer|is it|change|split|scale|convert|caracal|--[a-z-]+|multiply|resave|must)\b"
+)
 REFUSED = [form for form in forms.FORMS if form.refused]
 
 
@@ -66,6 +72,8 @@ def test_it_is_refused_in_one_line_with_a_remedy(
     for piece in form.refused:
         assert piece in message
     assert "\n" not in message
+    assert re.search(r"[;:,?] \w", message.partition(": ")[2]), "what was found, and no remedy"
+    assert REMEDY.search(message), f"no remedy: {message}"
     assert caught.value.exit_code == 2
     assert not (tmp_path / "checkpoint" / "ran").exists(), "code in the checkpoint was run"
 

@@ -443,7 +443,9 @@ def test_config_is_read_without_torch_and_numpy(statement: str) -> None:
 
 
 def test_a_checkpoint_is_found_and_judged_without_torch(tmp_path: Path) -> None:
-    names = "files stores safetensors_store options parameters names key_map inference fitting judging drafting hub"
+    names = (
+        "files stores safetensors_store options parameters names key_map inference fitting judging key_map_draft hub"
+    )
     code = "; ".join(f"import caracal.checkpoint.{name}" for name in names.split())
     code += "; import sys; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from caracal import CaracalModel, CheckpointError, ReadOptions, open_checkpoint
-from caracal.checkpoint.drafting import draft_key_map
 from caracal.checkpoint.fitting import MisfitError
 from caracal.checkpoint.key_map import KeyMap, Renamed
+from caracal.checkpoint.key_map_draft import draft_key_map
 from caracal.checkpoint.stores import Stored
 
 
@@ -146,3 +146,51 @@ def test_a_draft_of_names_without_sense_is_a_file_that_can_be_completed(
     forms.hugging_face(tmp_path, model, state)
     with pytest.raises(MisfitError):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rename", "undecided"),
+    [
+        # The part of a block that a name has says more than a number in it.
+        ({"mhf.norm": "mhf.ln2", "ffn.norm": "ffn.ln_1", "swa.norm": "swa.ln2"}, False),
+        ({"ffn.gate_proj": "mlp.in.0", "ffn.up_proj": "mlp.in.1"}, True),
+    ],
+)
+def test_numbers_in_names_are_not_trusted_where_they_mislead(
+    rename: dict[str, str],
+    undecided: bool,
+    forms: ModuleType,
+    random_model: Callable[..., CaracalModel],
+    tmp_path: Path,
+) -> None:
+    model = random_model(dtype=torch.float32)
+
+    def other(name: str) -> str:
+        name = name.replace("blocks.", "h.")
+        for ours, theirs in rename.items():
+            name = name.replace(f".{ours}.", f".{theirs}.")
+        return name
+
+    state = forms.renamed(forms.state_of(model), other)
+    draft = draft_key_map(entries_of(state))
+    assert ("#? [[rule]]" in draft) == undecided
+    if not undecided:
+        forms.hugging_face(tmp_path, model, state)
+        (tmp_path / "map.toml").write_text(draft, encoding="utf-8")
+        loaded = open_checkpoint(tmp_path, ReadOptions(key_map=tmp_path / "map.toml")).model()
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+def test_three_numbered_norms_are_not_told_by_their_numbers(
+    forms: ModuleType, random_model: Callable[..., CaracalModel]
+) -> None:
+    model = random_model(dtype=torch.float32, norm_before_conv=True, layer_types=("mhf",) * 3)
+    names = {"mhf.input_norm": "mix.norm1", "mhf.norm": "mix.norm2", "ffn.norm": "norm3"}
+
+    def other(name: str) -> str:
+        for ours, theirs in names.items():
+            name = name.replace(f".{ours}.", f".{theirs}.")
+        return name.replace("blocks.", "h.")
+
+    draft = draft_key_map(entries_of(forms.renamed(forms.state_of(model), other)))
+    assert draft.count("#? [[rule]]") >= 2

@@ -113,5 +113,5 @@ def test_the_command_writes_nothing(
     out = capsys.readouterr().out
     assert code == 0
     assert "memory to run 2 rows of 64 tokens: about" in out
-    assert out.splitlines()[-1].startswith("NOT RUN  export tiny")
+    assert out.splitlines()[-1].startswith("DRY RUN  export tiny")
     assert list(tmp_path.iterdir()) == []

@@ -246,3 +246,27 @@ def test_wrong_guesses_cost_time_and_change_nothing(
     np.testing.assert_array_equal(got.tensors["one/continuation"], right.tensors["one/continuation"])
     # Passes over fewer tokens round differently.
     np.testing.assert_allclose(got.tensors["one/margins"], right.tensors["one/margins"], rtol=1e-3, atol=1e-4)
+
+
+def test_the_references_rounding_is_what_float64_says(
+    manifest: Manifest,
+    tensors: Tensors,
+    model: CaracalModel,
+    exact: CaracalModel,
+    relative_l2: Callable[..., float],
+) -> None:
+    longest = max((case for case in manifest.golden.cases if case.batch == 1), key=lambda case: case.length)
+    row = torch.from_numpy(tensors[f"{longest.name}/input_ids"])
+    want = relative_l2(model(row).numpy(), exact(row).numpy())
+    assert manifest.golden.rounding == pytest.approx(want, rel=0.1)  # the number of threads shows in the last digits
+    assert 1e-8 < manifest.golden.rounding < 3e-6
+
+
+def test_a_model_that_rounds_more_is_seen_to(random_model: Callable[..., CaracalModel]) -> None:
+    model = random_model()
+    row, at = np.arange(60) % 97, np.arange(60)
+    calm = goldens.own_rounding(model, row, at)
+    for block in model.blocks[:2]:
+        block.mhf.value_proj.weight.mul_(30.0)  # products of large streams, of which little is left
+        block.mhf.gate_proj.bias.sub_(20.0)
+    assert goldens.own_rounding(model, row, at) > 3 * calm

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from mutations import FUZZ, attempt, damaged, encoded, mutants
 
 from caracal import CaracalConfig, CaracalError, CaracalModel, CheckpointError, ReadOptions, open_checkpoint
-from caracal.checkpoint.drafting import draft_key_map
 from caracal.checkpoint.fitting import fit, name_tensors
 from caracal.checkpoint.inference import infer_config
 from caracal.checkpoint.key_map import KeyMap
+from caracal.checkpoint.key_map_draft import draft_key_map
 from caracal.checkpoint.names import normalize_key
 from caracal.checkpoint.parameters import parameter_shapes
 from caracal.checkpoint.stores import Stored

@@ -136,7 +136,7 @@ def test_damaged_tokenizers(bundle: Bundle, content: bytes) -> None:
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_the_exporter_refuses_the_same(bundle: Bundle, kind: str) -> None:
     pytest.importorskip("torch")
-    from caracal_export.exporter import _check_tokenizer
+    from caracal_export.exporter import check_tokenizer
 
     from caracal import CaracalConfig
 
@@ -147,7 +147,7 @@ def test_the_exporter_refuses_the_same(bundle: Bundle, kind: str) -> None:
     def prop(text: str) -> None:
         path = bundle.path / "tokenizer.json"
         path.write_bytes(encoded(text))
-        taken = attempt(InputError, _check_tokenizer, path, config)
+        taken = attempt(InputError, check_tokenizer, "export", path, config)
         assert (taken is None) == (attempt(BundleError, bundle.tokenizer) is None)
 
     prop()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import shutil
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys

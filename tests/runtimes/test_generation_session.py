@@ -395,7 +395,7 @@ class TestWhatIsNoState:
 
     def test_of_another_version(self, load: Any, saved: bytes) -> None:
         with pytest.raises(InputError, match="is of version '2', this version reads 1") as error:
-            load(saved.replace(b'"version": "1"', b'"version": "2"'))
+            load(saved.replace(b'"version":"1"', b'"version":"2"'))
         one_line(error)
 
     def test_any_altered_byte_of_its_data(self, load: Any, saved: bytes) -> None:

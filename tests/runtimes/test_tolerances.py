@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import astuple
 from pathlib import Path
@@ -62,3 +63,19 @@ def test_the_documentation_has_the_same_table() -> None:
         if len(cells) == 8 and re.fullmatch(r"\d[\d.e-]*", cells[2]):
             found[cells[0], cells[1]] = Tolerance(*map(float, cells[2:]))
     assert found == TOLERANCES
+
+
+# What the reference itself rounds
+
+
+def test_a_reference_that_rounds_little_changes_nothing() -> None:
+    assert tolerance_for("strict", "float32", 3e-6) == tolerance_for("strict", "float32")
+
+
+def test_limits_grow_with_the_reference_and_not_beyond_reason() -> None:
+    plain, scaled = tolerance_for("strict", "float32"), tolerance_for("strict", "float32", 1e-5)
+    assert scaled.relative_l2 == pytest.approx(3e-5)
+    for name, value in dataclasses.asdict(plain).items():
+        assert getattr(scaled, name) == pytest.approx(3 * value), name
+    assert tolerance_for("strict", "float32", 0.5).relative_l2 == pytest.approx(1e-3)
+    assert tolerance_for("half", "float32", 0.5) == tolerance_for("half", "float32")

@@ -28,7 +28,8 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", metavar="FILE", help="a config.json, instead of one beside the weights")
     group.add_argument("--key-map", metavar="FILE", help="rules for other names (TOML); `caracal info` prints a draft")
     group.add_argument("--entry", metavar="NAME", help="which weights of a training checkpoint, such as ema or model")
-    group.add_argument("--linear-layout", choices=LINEAR_LAYOUTS, help="how square matrices are stored, if in,out")
+    group.add_argument("--linear-layout", choices=LINEAR_LAYOUTS, help="how square matrices are stored, whose shape "
+                       "does not tell: [out, in] as PyTorch does, or [in, out]")  # fmt: skip
     group.add_argument("--num-attention-heads", type=int, metavar="H", help="for weights without a configuration")
     group.add_argument("--sliding-window", type=int, metavar="W", help="for weights without a configuration")
     group.add_argument(

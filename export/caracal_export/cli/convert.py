@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     require_export_packages()
     from caracal_runtimes.sizes import format_bytes, parse_size
 
-    from caracal_export.converting import convert, from_bundle, from_checkpoint, is_bundle
+    from caracal_export.converting import convert, from_bundle, from_checkpoint
+    from caracal_export.folders import is_bundle
     from caracal_export.staging import CHECKPOINT, check_target
 
     limit = None if args.max_shard_size is None else parse_size(args.max_shard_size, "--max-shard-size")

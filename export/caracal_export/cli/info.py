@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from caracal_runtimes.cli.arguments import add_format_argument
+from caracal_runtimes.cli.arguments import add_format_argument, write_whole
 from caracal_runtimes.errors import InputError
 
 from caracal_export.cli.checkpoint_arguments import CHECKPOINT_HELP, add_checkpoint_arguments, locate, read_options
 from caracal_export.cli.info_checkpoint import describe_checkpoint
+from caracal_export.folders import is_bundle
 
 if TYPE_CHECKING:
     from caracal_runtimes.onnx_graph import Model
@@ -26,17 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help=f"a bundle, or a checkpoint: {CHECKPOINT_HELP}")
     parser.add_argument("--check", action="store_true", help="hash every file of a bundle (without: sizes only)")
     parser.add_argument("--ep", metavar="NAME", help="one provider's kernels instead of every known one's")
+    parser.add_argument("--draft-key-map", metavar="FILE", help="write the draft of a key map to a file")
     add_format_argument(parser)
     add_checkpoint_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    from caracal_runtimes.manifest import MANIFEST_FILE
-
     place, snapshot = locate(args, args.path)
     path = Path(place)
-    if (path / MANIFEST_FILE).is_file():
+    if is_bundle(path):
         found = _bundle(path, check_hashes=args.check, ep=args.ep)
     else:
         if args.ep is not None:
@@ -44,14 +44,23 @@ def run(args: argparse.Namespace) -> int:
                 f"info: --ep is about a bundle's operators, and {path} is none; export the checkpoint first"
             )
         found = describe_checkpoint(path, read_options(args), snapshot)
+    draft = found.get("key_map_draft")
+    if args.draft_key_map is not None:
+        if draft is None:
+            raise InputError(f"--draft-key-map: {path} needs no key map, so nothing was written; leave it out")
+        write_whole("--draft-key-map", args.draft_key_map, draft)
+    # A finding, so that this can be asked of a key map before anything is exported with it.
+    code = 1 if str(found.get("loads", "yes")).startswith("no") else 0
     if args.format == "json":
         print(json.dumps(found, indent=2))
-        return 0
-    draft = found.pop("key_map_draft", None)
+        return code
+    found.pop("key_map_draft", None)
     print("\n".join(_text(found)))
-    if draft is not None:
-        print(f"\n# key map: save what follows and pass it with --key-map FILE\n\n{draft}")
-    return 0
+    if draft is not None and args.draft_key_map is None:
+        print(
+            f"\n# key map: save what follows (or use --draft-key-map FILE) and pass it with --key-map FILE\n\n{draft}"
+        )
+    return code
 
 
 def _bundle(path: Path, *, check_hashes: bool, ep: str | None) -> dict[str, Any]:

@@ -51,15 +51,16 @@ def describe_checkpoint(path: Path, options: ReadOptions, snapshot: Snapshot | N
 
 
 def _fit(found: Found, store: Store, options: ReadOptions) -> dict[str, Any]:
-    from caracal.checkpoint.drafting import draft_key_map
     from caracal.checkpoint.fitting import MisfitError
+    from caracal.checkpoint.inference import UnknownLayoutError
     from caracal.checkpoint.judging import judge
+    from caracal.checkpoint.key_map_draft import draft_key_map
 
     try:
         judged = judge(found, store, options)
     except CaracalError as error:
         # What is missing alone is no matter of names; without a configuration all that does not read as a model may be.
-        unknown = error.unknown if isinstance(error, MisfitError) else "--key-map" in str(error)
+        unknown = error.unknown if isinstance(error, MisfitError) else isinstance(error, UnknownLayoutError)
         draft = {"key_map_draft": draft_key_map(store.entries)} if unknown and options.key_map is None else {}
         return {"loads": f"no: {error}", **draft}
     return {

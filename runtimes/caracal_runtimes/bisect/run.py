@@ -120,7 +120,9 @@ class _Bisection:
                 f"--against: {options.ep} cannot be compared with itself; choose another provider, such as reference"
             )
         level = options.level or provider.level
-        self.tolerance: Tolerance = tolerances.tolerance_for(level, bundle.manifest.precision)
+        self.tolerance: Tolerance = tolerances.tolerance_for(
+            level, bundle.manifest.precision, bundle.manifest.golden.rounding
+        )
         self.level = tolerances.node_level(level)
         self.workshop = Workshop(folder / "work", [bundle.file(name) for name in bundle.manifest.weights])
         settings = Settings(None, options.threads, options.fast, dict(options.ep_options))

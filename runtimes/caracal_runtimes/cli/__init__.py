@@ -121,7 +121,8 @@ def _version() -> str:
 
 def _fail(message: str, code: int) -> int:
     sys.stdout.flush()
-    print(f"caracal: {' '.join(message.split())}", file=sys.stderr)
+    line = " ".join(message.split())  # and no name in it may steer the terminal
+    print(f"caracal: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)
     return code
 
 

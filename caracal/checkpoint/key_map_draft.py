@@ -16,7 +16,14 @@ from caracal.checkpoint.names import normalize_key
 from caracal.checkpoint.stores import Stored
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)([0-9]{1,6})(?=\.)")  # a component that is a number
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_WORD = re.compile(r"[A-Z]+(?![a-z])[0-9]*|[A-Z]?[a-z]+[0-9]*|[0-9]+")
+# What a part of a block is called; a name with one of these words is no module of another part.
+_FAMILIES = {
+    "mhf": frozenset({"mhf", "fourier"}),
+    "swa": frozenset({"swa", "attn", "attention", "self"}),
+    "ffn": frozenset({"ffn", "mlp", "ff", "feedforward"}),
+}
+_NUMBERED_NORM = re.compile(r"(?:ln|norm|layernorm)[0-9]|[0-9]")
 _TAILS = {"weight": "weight", "gamma": "weight", "scale": "weight", "kernel": "weight", "bias": "bias", "beta": "bias"}
 _HEADER = """\
 # First draft of a key map. Read every line: names were guessed from shapes and words.
@@ -40,22 +47,22 @@ _OUTSIDE = (
     _Role("norm", "norm ln final f out layernorm", "D"),
 )
 _FFN = (
-    _Role("ffn.norm", "ffn mlp ff norm ln layernorm 2 post", "D"),
-    _Role("ffn.gate_proj", "ffn mlp ff gate w 1", "*D", "*"),
-    _Role("ffn.up_proj", "ffn mlp ff up w 3 fc in", "*D", "*"),
-    _Role("ffn.down_proj", "ffn mlp ff down w 2 proj out", "*D"),
+    _Role("ffn.norm", "ffn mlp ff norm ln layernorm 2 ln2 norm2 layernorm2 post", "D"),
+    _Role("ffn.gate_proj", "ffn mlp ff gate w1", "*D", "*"),
+    _Role("ffn.up_proj", "ffn mlp ff up w3 fc fc1 in", "*D", "*"),
+    _Role("ffn.down_proj", "ffn mlp ff down w2 fc2 proj out", "*D"),
 )
 _MHF = (
     _Role("mhf.pre_conv", "mhf fourier mixer conv pre depthwise dw dwconv", "D1*"),
-    _Role("mhf.norm", "mhf fourier mixer norm ln layernorm 1", "D"),
-    _Role("mhf.input_norm", "mhf fourier mixer input in pre norm ln layernorm 0", "D"),
+    _Role("mhf.norm", "mhf fourier mixer norm ln layernorm 1 ln1 norm1 layernorm1", "D"),
+    _Role("mhf.input_norm", "mhf fourier mixer input in pre norm ln layernorm", "D"),
     _Role("mhf.value_proj", "mhf fourier mixer value v content", "DD"),
-    _Role("mhf.gate_proj", "mhf fourier mixer gate g 1 filter", "DD"),
-    _Role("mhf.gate_conv", "mhf fourier mixer gate g 2 conv filter group grouped", "Dh1"),
+    _Role("mhf.gate_proj", "mhf fourier mixer gate g g1 filter", "DD"),
+    _Role("mhf.gate_conv", "mhf fourier mixer gate g g2 conv filter group grouped", "Dh1"),
     _Role("mhf.out_proj", "mhf fourier mixer out o output linear proj", "DD"),
 )
 _SWA = (
-    _Role("swa.norm", "swa attn attention self norm ln layernorm 1 input", "D"),
+    _Role("swa.norm", "swa attn attention self norm ln layernorm 1 ln1 norm1 layernorm1 input", "D"),
     _Role("swa.qkv_proj", "swa attn attention self qkv c in wqkv", "3D", "3"),
     _Role("swa.q_proj", "swa attn attention self q query queries wq", "DD"),
     _Role("swa.k_proj", "swa attn attention self k key keys wk", "DD"),
@@ -152,8 +159,11 @@ def _width(entries: Mapping[str, Stored]) -> int:
 
 def _decide(modules: list[_Module], roles: tuple[_Role, ...], width: int) -> dict[str, _Role]:
     """The role of each module by pattern, best score first; a tie that nothing can break leaves all of it open."""
+    norms = sum(all(_fits("D", shape, width) for shape in module.shapes.values()) for module in modules)
+    if norms <= 2:  # one of the mixer, one of the feed-forward: there is none in front of the convolution
+        roles = tuple(role for role in roles if role.name != "mhf.input_norm")
     scores = {
-        (module.pattern, role): _score(role, module)
+        (module.pattern, role): _score(role, module, numbered=norms == 2)
         for module in modules
         for role in roles
         if _can_be(module, role, width)
@@ -184,11 +194,26 @@ def _can_be(module: _Module, role: _Role, width: int) -> bool:
     )
 
 
-def _score(role: _Role, module: _Module) -> int:
-    """How much a module's name speaks for a role; later words are nearer to the tensor and say more."""
+def _score(role: _Role, module: _Module, *, numbered: bool) -> int:
+    """How much a module's name speaks for a role; later words are nearer to the tensor and say more.
+
+    Args:
+        role: what it may be.
+        module: what it is called.
+        numbered: a number says which norm it is: where there are two of them, in this order, and no third.
+    """
     words = [word.lower() for word in _WORD.findall(_NUMBER.sub("", module.sample))]
+    family = role.name.partition(".")[0]
+    if any(
+        not names.isdisjoint(words) for other, names in _FAMILIES.items() if family in _FAMILIES and other != family
+    ):
+        return 0
     meant = role.words.split()
-    return sum(place for place, word in enumerate(words, 1) if word in meant)
+    return sum(
+        place
+        for place, word in enumerate(words, 1)
+        if word in meant and (numbered or not _NUMBERED_NORM.fullmatch(word))
+    )
 
 
 def _fits(symbols: str, shape: tuple[int, ...], width: int) -> bool:
