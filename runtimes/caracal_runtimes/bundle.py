@@ -129,7 +129,8 @@ class Bundle:
             allow_fallback: accept that other providers run computing nodes.
             resident: keep the decode state in the memory in which the provider computes; None: where that is not the
                 host's. True needs a provider that can.
-            low_memory: give back what a pass over many tokens took, instead of keeping it for the next one.
+            low_memory: give back what a pass over many tokens took, instead of keeping it for the next one, and keep one copy
+                of the weights; slower.
 
         Raises:
             InputError: no such provider, device or option.

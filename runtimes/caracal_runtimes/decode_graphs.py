@@ -69,7 +69,7 @@ class DecodeGraphs:
         graphs: the manifest's graphs.
         open_session: loads one of them; called when it is first needed.
         resident: the sessions can keep the decode state in the memory in which they compute, which is not the host's.
-        keeps_memory: what a pass took stays with its session, for the next one.
+        keeps_memory: what a pass took stays with its session, for the next one, and sessions may have weights of their own.
 
     Raises:
         BundleError: the graphs' inputs are not those of a model of these sizes.
@@ -98,7 +98,13 @@ class DecodeGraphs:
             self.granted = max(self.granted, taken)
 
     def session(self, graph: str, *, packed: bool = False) -> Session:
-        """The session of a graph, loaded once."""
+        """The session of a graph, loaded once.
+
+        Args:
+            graph: its name.
+            packed: with a copy of the weights of its own, which is faster for several rows; not where memory matters more.
+        """
+        packed = packed and self.keeps_memory
         key = (graph, packed)
         if key not in self._sessions:
             self._sessions[key] = self._open(graph, packed=packed)

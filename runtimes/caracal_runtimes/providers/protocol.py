@@ -52,7 +52,7 @@ class Settings:
         weights: the bundle's weight files, to be read where they are mapped once for all sessions instead of making a
             copy for this one; none makes a copy, which is faster for several rows. Runtimes that cannot share ignore it.
         allow_fallback: accept a session in which another provider runs computing nodes; otherwise it is a finding.
-        low_memory: give back what a pass over many tokens took, instead of keeping it for the next one; somewhat slower.
+        low_memory: give back what a pass over many tokens took, instead of keeping it for the next one; slower.
             Runtimes that cannot ignore it.
     """
 
