@@ -69,7 +69,11 @@ def export(checkpoint: Path, bundle: Path, max_shard_size: int | None, threads: 
         entry = stages.setdefault(str(current[0]), {"seconds": 0.0, "peak_bytes": 0})
         entry["seconds"] += time.perf_counter() - float(current[1])
         entry["peak_bytes"] = max(entry["peak_bytes"], peak_bytes() or 0)
-        print(f"  {current[0]}: {entry['seconds']:.0f} s, {format_bytes(int(entry['peak_bytes']))}", file=sys.stderr, flush=True)
+        print(
+            f"  {current[0]}: {entry['seconds']:.0f} s, {format_bytes(int(entry['peak_bytes']))}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def progress(what: str, done: int, total: int) -> None:
         stage = what.partition(":")[0]
