@@ -227,9 +227,7 @@ def checkpoint(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "caracal"}', encoding="utf-8")
     for name in (
-        "generation_config.json",
         "tokenizer.json",
-        "tokenizer_config.json",
         "model.safetensors",
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
@@ -251,6 +249,10 @@ def test_overwrite_replaces_a_checkpoint(checkpoint: Path) -> None:
         ("optimizer.safetensors", "optimizer.safetensors"),
         ("model.bin", "model.bin"),
         ("config.json.bak", "config.json.bak"),
+        # What a conversion does not write again would be lost.
+        ("model_ema.safetensors", "model_ema.safetensors"),
+        ("generation_config.json", "generation_config.json"),
+        ("tokenizer_config.json", "tokenizer_config.json"),
         ("MODEL.SAFETENSORS", "MODEL.SAFETENSORS"),
         ("model/layer.safetensors", "model"),
         ("tokenizer/notes.json", "tokenizer"),

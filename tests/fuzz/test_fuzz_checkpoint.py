@@ -291,7 +291,7 @@ def judged(changes: dict[str, Stored], dropped: list[str], config: CaracalConfig
     named = name_tensors(entries, {}, "here")
     if config is None:
         config = infer_config(named, ReadOptions(sliding_window=4, tie_word_embeddings=True), "here").config
-    recipes = fit(config, named, "here")
+    recipes, _ = fit(config, named, "here")
     assert {name: recipe.shape for name, recipe in recipes.items()} == parameter_shapes(config)
     assert all(recipe.key in entries for recipe in recipes.values())
 
