@@ -11,6 +11,8 @@ from caracal.checkpoint.files import CONFIG_FILE
 
 def is_bundle(path: str | Path) -> bool:
     """Whether a path is a bundle's folder, and not a checkpoint's in which something else has a file of that name."""
+    if not str(path).strip():
+        return False
     try:
         manifest = Path(path) / MANIFEST_FILE
         if not manifest.is_file():

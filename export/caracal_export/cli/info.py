@@ -36,14 +36,14 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     place, snapshot = locate(args, args.path)
     path = Path(place)
-    if is_bundle(path):
+    if is_bundle(place):
         found = _bundle(path, check_hashes=args.check, ep=args.ep)
     else:
         if args.ep is not None:
             raise InputError(
                 f"info: --ep is about a bundle's operators, and {path} is none; export the checkpoint first"
             )
-        found = describe_checkpoint(path, read_options(args), snapshot)
+        found = describe_checkpoint(place, read_options(args), snapshot)
     draft = found.get("key_map_draft")
     if args.draft_key_map is not None:
         if draft is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from caracal.checkpoint.hub import Snapshot
 
 
-def describe_checkpoint(path: Path, options: ReadOptions, snapshot: Snapshot | None = None) -> dict[str, Any]:
+def describe_checkpoint(path: str | Path, options: ReadOptions, snapshot: Snapshot | None = None) -> dict[str, Any]:
     """A checkpoint as data for printing; values are not read, so that large files take no longer than small ones.
 
     Args:
