@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import checkpoint_forms as forms
 import pytest
 import torch
 from torch import Tensor
@@ -17,18 +15,6 @@ from torch import Tensor
 from caracal import CaracalError, CaracalModel, ReadOptions, open_checkpoint
 from caracal.checkpoint.parameters import parameter_shapes
 
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-forms = _load("checkpoint_forms")
 LOADS = [form for form in forms.FORMS if not form.refused]
 # What a remedy is made of: an imperative, or a question that names the choice.
 REMEDY = re.compile(

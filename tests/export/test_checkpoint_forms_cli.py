@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import checkpoint_forms as forms
 import pytest
 import safetensors.torch
 import torch
@@ -17,20 +15,6 @@ from caracal_runtimes.cli import main
 
 from caracal import CaracalModel
 
-
-def _load(name: str) -> ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "caracal" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-forms = _load("checkpoint_forms")
 TINY = {"vocab_size": 19, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 20,
         "sliding_window": 4}  # fmt: skip
 
