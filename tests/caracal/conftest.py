@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,26 +29,13 @@ TINY: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def numpy_reference() -> ModuleType:
     """The float64 model in NumPy."""
-    return _load_beside("numpy_reference")
+    return importlib.import_module("numpy_reference")
 
 
 @pytest.fixture(scope="session")
 def forms() -> ModuleType:
     """The list of forms in which a checkpoint may arrive, and what writes them."""
-    return _load_beside("checkpoint_forms")
-
-
-def _load_beside(name: str) -> ModuleType:
-    """A module of this folder; loaded by path, since importlib mode puts no test folder on `sys.path`."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("checkpoint_forms")
 
 
 def _tiny_config(**overrides: Any) -> CaracalConfig:
