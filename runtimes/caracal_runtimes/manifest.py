@@ -407,7 +407,8 @@ def _parse_golden(entry: _Reader) -> Golden:
     if entry.data.get("text") is not None:
         given = entry.child("text")
         text = GoldenText(given.get("name", str), given.size("tokens", 2), given.size("bytes", 1))
-    rounding = entry.data.get("rounding", 0.0)
+    rounding = entry.data.get("rounding")
+    rounding = 0.0 if rounding is None else rounding
     if isinstance(rounding, bool) or not isinstance(rounding, (int, float)) or not 0 <= rounding <= 1:
         raise BundleError(f"{entry.where}.rounding must be a number from 0 to 1, found {rounding!r:.60}")
     return Golden(entry.file("file"), entry.get("reference", str), cases, greedy, text, float(rounding))

@@ -77,7 +77,8 @@ class TestJson:
     def test_everything_is_there(self, exported: Exported, caracal: Callable[..., Ran]) -> None:
         ran = caracal("generate", exported.bundle, "-p", "God", "-n", 6, *GREEDY, "--json")
         data = json.loads(ran.out)
-        assert data.keys() == {"results", "timings", "state_bytes", "ep", "threads"}
+        assert data.keys() == {"results", "timings", "state_bytes", "ep", "threads", "unchecked"}
+        assert data["unchecked"] is False
         (result,) = data["results"]
         assert result.keys() == {"prompt_ids", "ids", "logprobs", "text", "stopped_by"}
         assert len(result["ids"]) == len(result["logprobs"]) == 6

@@ -59,6 +59,7 @@ VALID: dict[str, Any] = {
         "cases": [{"name": "one", "batch": 1, "length": 2, "columns": False}],
         "greedy": [{"name": "greedy", "prompt_length": 1, "new_tokens": 32}],
         "text": {"name": "text", "tokens": 5, "bytes": 9},
+        "rounding": 1e-6,
     },
     "files": {
         name: {"bytes": 7, "sha256": HASH}
@@ -80,6 +81,7 @@ OPTIONAL: set[Keys] = {
     ("config", "bos_token_id"),
     ("config", "eos_token_id"),
     ("golden", "text"),
+    ("golden", "rounding"),
 }
 MAPS: set[Keys] = {("graphs",), ("files",), ("producer",), *(("graphs", name, "operators") for name in GRAPHS)}
 FREE: set[Keys] = {("source",), ("verification",)}
@@ -168,7 +170,7 @@ class TestRoundTrip:
         for text in (replaced(path, None), without(path)):
             manifest = Manifest.from_json(text)
             holder = {"config": manifest.model, "golden": manifest.golden}.get(str(path[0]), manifest)
-            assert getattr(holder, str(path[-1])) is None
+            assert getattr(holder, str(path[-1])) == (0 if path[-1] == "rounding" else None)
 
     def test_unknown_keys_are_ignored(self) -> None:
         for path in ((), ("golden",), ("golden", "cases", 0), ("graphs", "forward"), ("files", "w.safetensors")):
@@ -193,7 +195,7 @@ class TestMalformed:
         """A number that is a boolean, a fraction or NaN is another type too."""
         right = type(at(VALID, path))
         for value in WRONG:
-            if type(value) is right or (value is None and path in OPTIONAL):
+            if type(value) is right or (value is None and path in OPTIONAL) or (right is float and type(value) is int):
                 continue
             refused(replaced(path, value), re.escape(place(path)))
 
@@ -209,6 +211,10 @@ class TestMalformed:
     )
     def test_numbers_that_cannot_be_zero(self, path: Keys) -> None:
         refused(replaced(path, 0), re.escape(place(path)))
+
+    @pytest.mark.parametrize("value", [-1e-9, 1.5, 2, -1, 10**400])
+    def test_a_rounding_that_is_none(self, value: float) -> None:
+        refused(replaced(("golden", "rounding"), value), r"manifest\.golden\.rounding must be a number from 0 to 1")
 
     @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id"])
     def test_a_special_token_outside_the_vocabulary(self, key: str) -> None:
