@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import shutil
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from caracal_runtimes.environment import environment
 from caracal_runtimes.machine import peak_bytes, reset_peak, resident_bytes
 from caracal_runtimes.sizes import format_bytes
 
+from benchmarks.apart import apart
 from caracal.config import PRESETS
 
 LIMIT = 3.0
@@ -62,12 +62,12 @@ def export(checkpoint: Path, bundle: Path, max_shard_size: int | None, threads: 
 
     torch.set_num_threads(threads)
     stages: dict[str, dict[str, float]] = {}
-    current = ["starting", time.perf_counter()]
+    current: list[Any] = ["starting", time.perf_counter()]
     base = resident_bytes() or 0
 
     def close() -> None:
-        entry = stages.setdefault(str(current[0]), {"seconds": 0.0, "peak_bytes": 0})
-        entry["seconds"] += time.perf_counter() - float(current[1])
+        entry = stages.setdefault(current[0], {"seconds": 0.0, "peak_bytes": 0})
+        entry["seconds"] += time.perf_counter() - current[1]
         entry["peak_bytes"] = max(entry["peak_bytes"], peak_bytes() or 0)
         print(
             f"  {current[0]}: {entry['seconds']:.0f} s, {format_bytes(int(entry['peak_bytes']))}",
@@ -104,12 +104,6 @@ def generate(bundle: Path, threads: int) -> dict[str, float]:
     model = Bundle.open(bundle).model(threads=threads)
     model.generate([[1, 2, 3, 4]], max_new_tokens=8)
     return {"seconds": time.perf_counter() - began, "peak_bytes": float(peak_bytes() or 0)}
-
-
-def apart(function: Any, *arguments: object) -> Any:
-    """A call in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
 
 
 def measure(preset: str, dtype: str, max_shard_size: int | None, threads: int, folder: Path) -> dict[str, Any]:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.decoding import Stateful
 from caracal_runtimes.environment import environment
 from caracal_runtimes.machine import peak_bytes, reset_peak, resident_bytes
+
+from benchmarks.apart import apart
+from benchmarks.outcome import NotMeasuredError, Outcome, Settings
+
+PRESET = "small"
+_REPEATS = 3
 
 
 def loaded(bundle: Path, threads: int, graphs: list[str]) -> int:
@@ -86,16 +89,39 @@ def prefill(bundle: Path, threads: int, context: int, chunk: int) -> dict[str, f
     }
 
 
-def apart(function: Callable[..., Any], *arguments: object) -> Any:
-    """A call in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+def shared(bundle: Path, threads: int, rounds: int) -> dict[str, list[int]]:
+    """Resident bytes with forward, step and both loaded, in turn, each in a fresh process."""
+    found: dict[str, list[int]] = {"forward": [], "step": [], "together": []}
+    for _ in range(rounds):
+        for name, values in found.items():
+            values.append(apart(loaded, bundle, threads, ["forward", "step"] if name == "together" else [name]))
+    return found
+
+
+def measure(settings: Settings) -> dict[str, Outcome]:
+    """Forward and step loaded together against the larger of the two alone."""
+    preset = "tiny" if settings.quick else PRESET
+    found = shared(apart(write_bundle, preset, settings.folder), settings.threads, settings.turns(_REPEATS))
+    if not all(map(all, found.values())):
+        raise NotMeasuredError("this system does not tell how much memory a process uses")
+    middle = {name: float(np.median(values)) for name, values in found.items()}
+    larger = max(middle["forward"], middle["step"])
+    megabytes = {name: value / 1e6 for name, value in middle.items()}
+    print(f"memory: {megabytes}", flush=True)
+    figure = {"value": middle["together"] / larger}
+    return {"memory-shared": Outcome({"resident": figure}, details={"preset": preset, "loaded_mb": megabytes})}
+
+
+def write_bundle(preset: str, folder: Path | None) -> Path:
+    """A bundle with random weights. Imports torch; call it apart."""
+    from benchmarks.models import random_bundle, random_model
+
+    return random_bundle(random_model(preset), folder, preset)
 
 
 def main() -> None:
-    from models import random_bundle, random_model
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Writes the JSON of all three."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", default="small")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=10_000)
@@ -104,7 +130,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder to keep the random bundle in")
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    bundle = random_bundle(random_model(arguments.preset), arguments.cache, arguments.preset)
+    bundle = apart(write_bundle, arguments.preset, arguments.cache)
     threads = arguments.threads
     alone = {graph: apart(loaded, bundle, threads, [graph]) for graph in ("forward", "step")}
     together = apart(loaded, bundle, threads, ["forward", "step"])

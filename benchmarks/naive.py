@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +14,7 @@ from caracal_export import graph_model, passes
 from caracal_export.lowerings import translation_table
 from torch import Tensor
 
+from benchmarks.quiet import quiet_tracing
 from caracal import CaracalModel
 
 
@@ -22,6 +24,7 @@ class NaiveStep(graph_model._Weights):
     def forward(self, input_ids: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
         x = self.embed_tokens(input_ids)
         tensors, present = iter(past), []
+        block: Any
         for block in self.blocks:
             if block.mhf is not None:
                 v_past, g_past, conv = next(tensors), next(tensors), next(tensors)
@@ -45,7 +48,8 @@ class NaiveStep(graph_model._Weights):
 
 def past_shapes(model: CaracalModel, length: int) -> list[tuple[int, ...]]:
     """Shapes of the cache after `length` tokens, in the order of `NaiveStep`."""
-    config, shapes = model.config, []
+    config = model.config
+    shapes: list[tuple[int, ...]] = []
     for kind in config.layer_types:
         if kind == "mhf":
             shapes += [(1, length, config.hidden_size)] * 2 + [(1, config.conv_kernel - 1, config.hidden_size)]
@@ -60,18 +64,19 @@ def export(model: CaracalModel, file: Path) -> None:
     example = [torch.zeros(shape) for shape in past_shapes(model, 7)]
     axes: list[dict[int, str]] = [{1: "length"} if tensor.shape[1] == 7 else {} for tensor in example]
     names = [f"past.{index}" for index in range(len(example))]
-    program = torch.onnx.export(
-        step,
-        (torch.zeros(1, dtype=torch.int64), example),
-        input_names=["input_ids", *names],
-        output_names=["logits", *(f"present.{index}" for index in range(len(example)))],
-        dynamic_shapes=({}, axes),
-        custom_translation_table=translation_table("matmul"),
-        opset_version=18,
-        dynamo=True,
-        optimize=False,
-        verbose=False,
-    )
+    with quiet_tracing():
+        program = torch.onnx.export(
+            step,
+            (torch.zeros(1, dtype=torch.int64), example),
+            input_names=["input_ids", *names],
+            output_names=["logits", *(f"present.{index}" for index in range(len(example)))],
+            dynamic_shapes=({}, axes),
+            custom_translation_table=translation_table("matmul"),
+            opset_version=18,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
     assert program is not None
     passes.clean(program.model)
     ir.save(program.model, file, external_data=f"{file.stem}.data")
@@ -130,10 +135,10 @@ def flip_and_sum(width: int) -> bytes:
     """One layer's naive mixing as a graph: v, g [1, T, D] -> [1, D]."""
     from onnx import TensorProto, helper
 
-    def info(name: str, shape: list[int | str]) -> object:
+    def info(name: str, shape: list[int | str]) -> Any:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
 
-    def ints(name: str, value: int) -> object:
+    def ints(name: str, value: int) -> Any:
         return helper.make_node("Constant", [], [name], value_ints=[value])
 
     graph = helper.make_graph(
@@ -159,7 +164,7 @@ def recent_and_lags(width: int, lags: int, layers: int) -> bytes:
     """All layers' mixing inside a step, as the step graph has it: everything but the block products."""
     from onnx import TensorProto, helper
 
-    def info(name: str, shape: list[int]) -> object:
+    def info(name: str, shape: list[int]) -> Any:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
 
     nodes, inputs, outputs = [helper.make_node("Constant", [], ["axis"], value_ints=[0])], [], []

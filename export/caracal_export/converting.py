@@ -23,7 +23,7 @@ from caracal_export.dtypes import DTYPES_KEY, narrow
 from caracal_export.exporter import check_tokenizer
 from caracal_export.graph_model import layout_of
 from caracal_export.staging import CHECKPOINT, staged_folder
-from caracal_export.weights import check_shard_size
+from caracal_export.weight_files import check_shard_size
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,11 @@ def from_bundle(path: str | Path) -> Source:
     """
     bundle = Bundle.open(path)
     manifest = bundle.manifest
+    if manifest.quantization is not None:
+        raise BundleError(
+            f"bundle: its weights were rounded to {manifest.precision}, which cannot be undone; convert the float32 bundle or "
+            f"the checkpoint that it was made from"
+        )
     config = CaracalConfig.from_dict(manifest.config)
     weights = bundle.weights()
     shapes = parameter_shapes(config)

@@ -19,8 +19,11 @@ from caracal.checkpoint.files import TOKENIZER_FILE
 from caracal.checkpoint.opening import Checkpoint
 from caracal.checkpoint.parameters import parameter_shapes
 from caracal_export import goldens, weights
-from caracal_export.exporter import GOLDEN_FILE, check_arguments, check_tokenizer, describe_graph
-from caracal_export.tracing import GRAPHS, LAGS, TRACED_OPSET, trace
+from caracal_export.exporter import GOLDEN_FILE, check_arguments, check_tokenizer
+from caracal_export.graph_files import describe_graph, refer_to_weights
+from caracal_export.opsets import TRACED_OPSET
+from caracal_export.tracing import GRAPHS, LAGS, trace
+from caracal_export.weight_files import float32, plan_files
 
 # Peak of an export over the bundle's weights, and what the packages take before it begins; benchmarks/export_memory.py.
 _EXPORT_FACTOR, _EXPORT_BASE = 3.0, 700 << 20
@@ -94,7 +97,7 @@ def dry_run(
     check_forward(spec, batch, length, 1, mixing=mixing)
     if checkpoint.tokenizer is not None:
         check_tokenizer("export", checkpoint.tokenizer, config)
-    files = weights.plan_files(weights.graph_shapes(parameter_shapes(config), config), max_shard_size)
+    files = plan_files(float32(weights.graph_shapes(parameter_shapes(config), config)), max_shard_size)
     with torch.device("meta"):
         model = CaracalModel(config).eval().requires_grad_(False)
     graphs: dict[str, tuple[GraphSpec, int]] = {}
@@ -103,7 +106,7 @@ def dry_run(
             if progress is not None:
                 progress(f"tracing the graphs: {name}", index, len(GRAPHS))
             graph = trace(model, name, mixing, opset, lags=lags)
-            weights.refer_to_weights(graph, files, Path(folder))
+            refer_to_weights(graph, files, Path(folder))
             size = ir.to_proto(graph).ByteSize()
             graphs[name] = (describe_graph(graph, f"{name}.onnx", opset, mixing), size)
     recorded = goldens.extent(config, lags)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import shutil
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 import safetensors.numpy
 import torch
-from caracal_runtimes.bundle import sha256_of
+from caracal_runtimes.bundle import Bundle, sha256_of
 from caracal_runtimes.errors import InputError
-from caracal_runtimes.manifest import MANIFEST_FILE, FileEntry, Golden, GraphSpec, Manifest, TensorSpec
+from caracal_runtimes.manifest import MANIFEST_FILE, Golden, GraphSpec, Manifest
 from caracal_runtimes.parity import Progress
 from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.session import check_threads
@@ -29,27 +27,37 @@ from caracal.checkpoint.files import TOKENIZER_FILE
 from caracal.checkpoint.opening import Checkpoint, open_checkpoint
 from caracal.checkpoint.parameters import parameter_shapes
 from caracal_export import goldens, verification, weights
+from caracal_export.assembling import summary, versions, with_files
 from caracal_export.card import model_card
 from caracal_export.dtypes import recorded_dtypes
+from caracal_export.graph_files import check_graph, describe_graph, refer_to_weights
 from caracal_export.lowerings import MIXINGS
+from caracal_export.opsets import OPSETS, TRACED_OPSET
+from caracal_export.precision.calibration import calibration_ids
+from caracal_export.precision.mixing_precisions import Mixed, choose_higher
+from caracal_export.precision.plan import Precision
+from caracal_export.precision.quantizing import write_quantized
 from caracal_export.staging import BUNDLE, check_target, staged_folder
-from caracal_export.tracing import GRAPHS, LAGS, OPSETS, TRACED_OPSET, trace
+from caracal_export.tracing import GRAPHS, LAGS, trace
+from caracal_export.weight_files import WeightFile, check_shard_size, float32, plan_files, write_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 GOLDEN_FILE = "golden.safetensors"
+_WHOLE = "float32"  # the bundle that one in fewer bits is made from
 _GRAPH_BYTES = 16 << 20  # more than any model's graphs take
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A written bundle and what its verification found (None with `verify=False`)."""
+    """A written bundle, what its verification found (None with `verify=False`), and what was measured for `max_kl`."""
 
     path: Path
     parameters: int
     bytes: int
     report: ParityReport | None
+    mixed: Mixed | None = None
 
 
 def export_checkpoint(
@@ -63,6 +71,9 @@ def export_checkpoint(
     threads: int = 0,
     lags: int = LAGS,
     max_shard_size: int | None = None,
+    precision: Precision | None = None,
+    max_kl: float | None = None,
+    calibration: str | None = None,
     progress: Progress | None = None,
 ) -> Exported:
     """Exports a checkpoint to a bundle, and proves that the bundle computes the same.
@@ -74,13 +85,17 @@ def export_checkpoint(
         checkpoint: path of any form that `caracal.open_checkpoint` reads, or what it returned.
         output: folder to write; written whole or not at all.
         mixing: `matmul` (runs on every provider) or `dft` (the ONNX DFT operator).
-        opset: ONNX opset of the graphs, within `tracing.OPSETS`.
+        opset: ONNX opset of the graphs, within `opsets.OPSETS`.
         overwrite: replace an existing bundle at `output`.
         verify: compare every weight with the checkpoint and every golden with ONNX Runtime before the bundle appears.
         threads: for the verification, 0 for one per core.
         lags: how many of the latest tokens the step graph mixes by itself, a power of two; more of them make a step
             slower and the work beside it less.
         max_shard_size: bytes that a weight file may have before another one is begun; None puts all weights into one.
+        precision: of the weights; float32 when None. In fewer bits, the float32 bundle is made and verified first, and the other
+            one from it, as `caracal quantize` does.
+        max_kl: nats from float32 on the calibration text, for which as many weights as needed keep a higher precision.
+        calibration: that text; the recorded passage when None.
         progress: called with what is being done, done and total.
 
     Raises:
@@ -91,66 +106,105 @@ def export_checkpoint(
     target = Path(output)
     check_target(BUNDLE, target, overwrite=overwrite)
     report = progress or (lambda what, done, total: None)
+    precision = precision or Precision("float32")
+    rounded = precision.name != "float32"
 
     report("reading the checkpoint", 0, 1)
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    config = opened.config
-    tokenizer = None if opened.tokenizer is None else check_tokenizer("export", opened.tokenizer, config)
+    if opened.tokenizer is not None:
+        check_tokenizer("export", opened.tokenizer, opened.config)  # before anything is written
     _check_room(target, opened, lags)
     try:
         with staged_folder(BUNDLE, target, overwrite=overwrite) as stage:
-            files = _write_weights(opened, stage, max_shard_size, report)
-            graphs: dict[str, GraphSpec] = {}
-            with torch.device("meta"):  # graphs need no values
-                shapes = CaracalModel(config).eval().requires_grad_(False)
-            for index, name in enumerate(GRAPHS):
-                report(f"tracing the graphs: {name}", index, len(GRAPHS))
-                graph = trace(shapes, name, mixing, opset, lags=lags)
-                weights.refer_to_weights(graph, files, stage)
-                file = f"{name}.onnx"
-                ir.save(graph, stage / file)
-                verification.check_graph(stage / file)
-                graphs[name] = describe_graph(graph, file, opset, mixing)
-            recorded = _record_goldens(opened, lags, tokenizer, report)
-            safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
-            if opened.tokenizer is not None:
-                shutil.copyfile(opened.tokenizer, stage / TOKENIZER_FILE)
-            manifest = Manifest(
-                config=config.to_dict(),
-                precision="float32",
-                graphs=graphs,
-                weights=tuple(file.name for file in files),
-                golden=Golden(
-                    GOLDEN_FILE,
-                    f"PyTorch {torch.__version__} float32",
-                    tuple(recorded.cases),
-                    tuple(recorded.greedy),
-                    recorded.text,
-                    recorded.rounding,
-                ),
-                files={},
-                tokenizer=None if tokenizer is None else TOKENIZER_FILE,
-                producer=_versions(),
-                source=_source(opened),
-            )
-            manifest = _with_files(manifest, stage)
-            (stage / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-            found = verification.verify(opened, stage, threads=threads, progress=report) if verify else None
-            card = model_card(
-                config,
-                opened.parameters(),
-                manifest.graphs["forward"],
-                manifest.source["sha256"],
-                found,
-                reads_text=tokenizer is not None,
-            )
-            (stage / "README.md").write_text(card, encoding="utf-8")
-            manifest = replace(manifest, verification=None if found is None else _summary(found))
-            (stage / MANIFEST_FILE).write_text(_with_files(manifest, stage).to_json(), encoding="utf-8")
+            settings = _Settings(mixing, opset, lags, verify, threads, None if rounded else max_shard_size, report)
+            if not rounded:
+                found, mixed = _write_bundle(opened, stage, settings), None
+            else:
+                # Inside of the stage, so that it goes with it whatever happens.
+                whole = stage / _WHOLE
+                whole.mkdir()
+                _write_bundle(opened, whole, settings)
+                bundle = Bundle.open(whole, check_hashes=False)
+                mixed = None
+                if max_kl is not None:
+                    ids = calibration_ids(bundle, calibration)
+                    mixed = choose_higher(bundle, precision, max_kl, ids, threads=threads, progress=report)
+                found = write_quantized(
+                    bundle,
+                    stage,
+                    precision,
+                    higher=() if mixed is None else mixed.higher,
+                    verify=verify,
+                    threads=threads,
+                    max_shard_size=max_shard_size,
+                    progress=report,
+                )
+                shutil.rmtree(whole)
             size = sum(path.stat().st_size for path in stage.iterdir())
     except SafetensorError as error:
         raise InputError(f"export: cannot write {target} ({error}); nothing was changed") from error
-    return Exported(target, opened.parameters(), size, found)
+    return Exported(target, opened.parameters(), size, found, mixed)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Arguments of `export_checkpoint` that say how a bundle is made."""
+
+    mixing: str
+    opset: int
+    lags: int
+    verify: bool
+    threads: int
+    max_shard_size: int | None
+    report: Progress
+
+
+def _write_bundle(opened: Checkpoint, stage: Path, settings: _Settings) -> ParityReport | None:
+    """Fills an empty folder with the float32 bundle of a checkpoint, and says what its verification found."""
+    config, report = opened.config, settings.report
+    tokenizer = None if opened.tokenizer is None else check_tokenizer("export", opened.tokenizer, config)
+    files = _write_weights(opened, stage, settings.max_shard_size, report)
+    graphs: dict[str, GraphSpec] = {}
+    with torch.device("meta"):  # graphs need no values
+        shapes = CaracalModel(config).eval().requires_grad_(False)
+    for index, name in enumerate(GRAPHS):
+        report(f"tracing the graphs: {name}", index, len(GRAPHS))
+        graph = trace(shapes, name, settings.mixing, settings.opset, lags=settings.lags)
+        refer_to_weights(graph, files, stage)
+        file = f"{name}.onnx"
+        ir.save(graph, stage / file)
+        check_graph(stage / file)
+        graphs[name] = describe_graph(graph, file, settings.opset, settings.mixing)
+    recorded = _record_goldens(opened, settings.lags, tokenizer, report)
+    safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
+    if opened.tokenizer is not None:
+        shutil.copyfile(opened.tokenizer, stage / TOKENIZER_FILE)
+    manifest = Manifest(
+        config=config.to_dict(),
+        precision="float32",
+        graphs=graphs,
+        weights=tuple(file.name for file in files),
+        golden=Golden(
+            GOLDEN_FILE,
+            f"PyTorch {torch.__version__} float32",
+            tuple(recorded.cases),
+            tuple(recorded.greedy),
+            recorded.text,
+            recorded.rounding,
+        ),
+        files={},
+        tokenizer=None if tokenizer is None else TOKENIZER_FILE,
+        producer=versions(),
+        source=_source(opened),
+    )
+    manifest = with_files(manifest, stage)
+    (stage / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+    found = verification.verify(opened, stage, threads=settings.threads, progress=report) if settings.verify else None
+    card = model_card(config, opened.parameters(), manifest, found)
+    (stage / "README.md").write_text(card, encoding="utf-8")
+    manifest = replace(manifest, verification=None if found is None else summary(found))
+    (stage / MANIFEST_FILE).write_text(with_files(manifest, stage).to_json(), encoding="utf-8")
+    return found
 
 
 def check_arguments(mixing: str, opset: int, threads: int, lags: int, max_shard_size: int | None) -> None:
@@ -162,16 +216,16 @@ def check_arguments(mixing: str, opset: int, threads: int, lags: int, max_shard_
     check_threads(threads)
     if isinstance(lags, bool) or not isinstance(lags, int) or lags < 2 or lags & (lags - 1):
         raise InputError(f"export: lags must be a power of two of at least 2, found {lags!r}")
-    weights.check_shard_size(max_shard_size)
+    check_shard_size(max_shard_size)
 
 
 def _write_weights(
     checkpoint: Checkpoint, stage: Path, max_shard_size: int | None, report: Progress
-) -> list[weights.WeightFile]:
+) -> list[WeightFile]:
     """Writes the weights, and says where they are."""
     config = checkpoint.config
-    files = weights.plan_files(weights.graph_shapes(parameter_shapes(config), config), max_shard_size)
-    weights.write_files(
+    files = plan_files(float32(weights.graph_shapes(parameter_shapes(config), config)), max_shard_size)
+    write_files(
         files,
         lambda name: weights.graph_weight(name, checkpoint.tensor(name), config),
         stage,
@@ -211,63 +265,6 @@ def _check_room(target: Path, checkpoint: Checkpoint, lags: int) -> None:
             f"export: {target} needs about {needed / 1e6:,.0f} MB, the disk has {free / 1e6:,.0f} MB free; make room or "
             f"choose another place"
         )
-
-
-def describe_graph(graph: ir.Model, file: str, opset: int, mixing: str) -> GraphSpec:
-    """What the manifest says of a graph."""
-
-    def spec(value: ir.Value) -> TensorSpec:
-        assert value.dtype is not None and value.shape is not None and value.name is not None
-        shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
-        return TensorSpec(value.name, {"FLOAT": "float32", "INT64": "int64"}[value.dtype.name], shape)
-
-    return GraphSpec(
-        file=file,
-        opset=opset,
-        mixing=mixing,
-        inputs=tuple(map(spec, graph.graph.inputs)),
-        outputs=tuple(map(spec, graph.graph.outputs)),
-        operators=dict(sorted(Counter(node.op_type for node in graph.graph).items())),
-    )
-
-
-def _with_files(manifest: Manifest, stage: Path) -> Manifest:
-    """The manifest with every file of the folder; those that it has already are not hashed again."""
-    names = sorted(path.name for path in stage.iterdir() if path.name != MANIFEST_FILE)
-    files = {
-        name: manifest.files.get(name) or FileEntry((stage / name).stat().st_size, sha256_of(stage / name))
-        for name in names
-    }
-    return replace(manifest, files=files)
-
-
-def _summary(report: ParityReport) -> dict[str, Any]:
-    """What the manifest keeps of the verification: the verdict, the limits, and the worst figures met."""
-    (provider,) = report.providers
-    figures = [case.metrics for case in provider.cases if case.metrics is not None]
-    return {
-        "verdict": report.verdict,
-        "reference": report.reference,
-        "level": provider.level,
-        "limit_relative_l2": provider.tolerance.relative_l2,
-        "worst_relative_l2": max(m.relative_l2 for m in figures),
-        "worst_max_abs": max(m.max_abs for m in figures),
-        "worst_kl": max((m.kl_max for m in figures if m.kl_max is not None), default=None),
-        "comparisons": len(provider.cases) + len(provider.greedy),
-        "threads": provider.threads,
-        "environment": report.machines[0],
-    }
-
-
-def _versions() -> dict[str, str]:
-    names = ("caracal-onnx", "torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "safetensors")
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import onnx
 import onnx_ir as ir
 import torch
-from caracal_runtimes.errors import InputError
 
 from caracal import CaracalConfig, CaracalModel
 from caracal.config import MHF
@@ -26,12 +24,7 @@ from caracal_export.graph_model import (
     state_names,
 )
 from caracal_export.lowerings import translation_table
-
-TRACED_OPSET = 18
-OPSETS = range(17, 24)
-# The oldest IR that may carry an opset: a newer one would keep older runtimes from loading a graph that they can run.
-_IR_VERSIONS = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11}
-
+from caracal_export.opsets import IR_VERSIONS, TRACED_OPSET, retarget
 
 #: How many of the latest tokens a step mixes by itself; older ones come in blocks of half as many and more.
 LAGS = 64
@@ -44,7 +37,7 @@ def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int 
         model: float32, in eval mode; on the meta device, where weights have shapes and no values, it costs no memory.
         name: one of `GRAPHS`; `docs/bundle-format.md` has their inputs and outputs.
         mixing: `matmul` or `dft`.
-        opset: within `OPSETS`.
+        opset: within `opsets.OPSETS`.
         lags: M of the step graph, a power of two.
 
     Returns:
@@ -76,7 +69,7 @@ def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int 
     traced = program.model
     passes.clean(traced)
     traced.graph.name = name
-    traced.ir_version = _IR_VERSIONS[TRACED_OPSET]
+    traced.ir_version = IR_VERSIONS[TRACED_OPSET]
     traced.producer_name, traced.producer_version = "caracal-onnx", None
     return retarget(traced, opset)
 
@@ -187,35 +180,6 @@ _TRACED: dict[str, Callable[[CaracalModel, int], tuple[torch.nn.Module, _Inputs,
 }
 #: The graphs of a bundle.
 GRAPHS = tuple(_TRACED)
-
-
-def retarget(model: ir.Model, opset: int) -> ir.Model:
-    """The same graph for another opset.
-
-    Opset 17 has every operator used here with the same meaning, but for one attribute of Split. Later ones go through
-    ONNX's own converter (the DFT's axis becomes an input at 20, for instance).
-    """
-    if opset == TRACED_OPSET:
-        return model
-    if opset not in OPSETS:
-        raise InputError(f"--opset must be from {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
-    if opset < TRACED_OPSET:
-        for node in model.graph:
-            if node.op_type == "Split":
-                node.attributes.pop("num_outputs", None)  # opset 17 splits evenly over the outputs there are
-        model.graph.opset_imports[""] = opset
-        return model
-    weights = {name: value.const_value for name, value in model.graph.initializers.items()}
-    for value in model.graph.initializers.values():  # the converter needs no data, and copies what it gets
-        assert value.shape is not None and value.dtype is not None
-        value.const_value = ir.ExternalTensor("none", 0, 0, value.dtype, shape=value.shape, name=value.name or "")
-    converted = onnx.version_converter.convert_version(ir.to_proto(model), opset)
-    result = ir.from_proto(converted)
-    for name, tensor in weights.items():
-        result.graph.initializers[name].const_value = tensor
-    passes.settle_after_conversion(result)
-    result.ir_version = _IR_VERSIONS[opset]
-    return result
 
 
 @contextmanager

@@ -1,39 +1,17 @@
-"""Proof that a staged bundle computes what the checkpoint computes: ONNX's own checks, every weight, every golden."""
+"""Proof that a staged bundle computes what the checkpoint computes: every weight, every golden."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import onnx
-from caracal_runtimes import replay
 from caracal_runtimes.bundle import Bundle
-from caracal_runtimes.errors import NotRunError
 from caracal_runtimes.manifest import WEIGHTLESS
-from caracal_runtimes.parity import Progress, run_parity
+from caracal_runtimes.parity import Progress
 from caracal_runtimes.parity_report import ParityReport
-from caracal_runtimes.report import verdict_line
-from caracal_runtimes.tolerances import tolerance_for
 
 from caracal.checkpoint.opening import Checkpoint
 from caracal_export import weights
-from caracal_export.errors import VerificationError
-
-_COLUMNS = 2048  # of a vocabulary that are compared where every position is
-
-
-def check_graph(path: Path) -> None:
-    """ONNX's own checks on a written graph: the checker with full shape inference, strictly.
-
-    Raises:
-        VerificationError: with the checker's words.
-    """
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-        graph = onnx.load(str(path), load_external_data=False)
-        onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True, data_prop=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise VerificationError(f"export: the graph is not valid ONNX: {error}") from error
+from caracal_export.proving import prove
 
 
 def verify(checkpoint: Checkpoint, bundle: Path, *, threads: int, progress: Progress) -> ParityReport:
@@ -59,49 +37,4 @@ def verify(checkpoint: Checkpoint, bundle: Path, *, threads: int, progress: Prog
         checkpoint.config,
     )
     checkpoint.release()
-    found = run_parity(
-        opened,
-        threads=threads,
-        low_memory=True,
-        progress=lambda what, done, total: progress(f"verifying: {what}", done, total),
-    )
-    line = verdict_line(found, found.providers[0])
-    if found.verdict == "FAILED":
-        raise VerificationError(
-            f"export: the bundle does not compute what the checkpoint does, nothing was written: {line}; "
-            f"PyTorch's own float32 is {opened.manifest.golden.rounding:.1e} from float64",
-            found,
-        )
-    if found.verdict == "NOT RUN":
-        raise NotRunError(f"export: the bundle could not be verified, nothing was written (--no-verify skips): {line}")
-    progress("verifying: the step of a state on a device", 0, 1)
-    _check_resident_step(opened, threads)
-    progress("verifying: the step of a state on a device", 1, 1)
-    return found
-
-
-def _check_resident_step(bundle: Bundle, threads: int) -> None:
-    """Compares the two kinds of step, of which parity has compared only the one that the CPU runs.
-
-    Raises:
-        VerificationError: they differ.
-    """
-    case = max(bundle.manifest.golden.cases, key=lambda case: case.batch)  # rows that stop one after the other
-    ids, lengths = (np.asarray(bundle.golden().tensor(f"{case.name}/{name}")) for name in ("input_ids", "lengths"))
-    rows = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
-    vocabulary = bundle.manifest.model.vocab_size
-    columns = np.arange(0, vocabulary, -(-vocabulary // _COLUMNS))
-    want, got = (
-        replay.by_steps(bundle.model(threads=threads, resident=resident, low_memory=True).graphs, rows, columns)
-        for resident in (False, True)
-    )
-    a, b = (np.stack([logits[key] for key in want]).astype(np.float64) for logits in (got, want))
-    error, limit = (
-        float(np.linalg.norm(a - b) / np.linalg.norm(b)),
-        tolerance_for("strict", "float32", bundle.manifest.golden.rounding).relative_l2,
-    )
-    if not error <= limit:
-        raise VerificationError(
-            f"export: step_resident does not compute what step does, nothing was written: relative L2 {error:.1e} on "
-            f"{case.name}, at most {limit:.0e} is right"
-        )
+    return prove(opened, threads=threads, progress=progress)

@@ -71,8 +71,9 @@ class Bundle:
         return bundle
 
     def parameters(self) -> int:
-        """How many numbers the weight files hold. Raises BundleError when they are not what they should be."""
-        return self.weights().numbers
+        """How many numbers the model has. Raises BundleError when the weight files are not what they should be."""
+        quantization = self.manifest.quantization
+        return self.weights().numbers if quantization is None else quantization.parameters
 
     def weights(self) -> SafetensorsFiles:
         """The weight files. Raises BundleError for a bad file, and for a tensor that two of them have."""
@@ -153,8 +154,8 @@ class Bundle:
         asked = Settings(device, threads, fast, ep_options or {}, (), allow_fallback, low_memory)
 
         def open_session(graph: str, *, packed: bool = False) -> Session:
-            # The convolution has no weights to share.
-            shared = () if packed or graph in WEIGHTLESS else weights
+            # The convolution has no weights to share. Quantized ones are small, and products of bytes want them packed.
+            shared = () if packed or graph in WEIGHTLESS or self.manifest.quantization is not None else weights
             session = provider.open(self.file(graphs[graph].file), graphs[graph], replace(asked, weights=shared))
             check_session(graphs[graph], session.inputs())
             return session

@@ -27,6 +27,9 @@ GRAPHS = ("forward", "extend", "step", "step_resident", "convolve", "convolve_lo
 #: Those of them that read no weights.
 WEIGHTLESS = ("convolve", "convolve_long")
 
+#: Of the weights, and of what is multiplied by them.
+PRECISIONS = ("float32", "float16", "bfloat16", "int8", "int4")
+
 MHF, SWA = "mhf", "sliding_attention"
 
 #: Names that Windows gives to devices in every folder, whatever their extension.
@@ -147,6 +150,23 @@ class Golden:
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """What was stored in fewer bits than float32.
+
+    Args:
+        parameters: numbers of the model, a tied head counted once.
+        weights: precision of each weight tensor that is not float32, by its name in the weight files.
+        block_size: inputs that share a factor in int4; None without int4.
+        source: id of the float32 bundle that was quantized.
+    """
+
+    parameters: int
+    weights: dict[str, str]
+    block_size: int | None
+    source: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The whole of `manifest.json`."""
 
@@ -160,6 +180,7 @@ class Manifest:
     producer: dict[str, str] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     verification: dict[str, Any] | None = None
+    quantization: Quantization | None = None
 
     @property
     def model(self) -> ModelSpec:
@@ -207,7 +228,17 @@ class Manifest:
             producer=_strings(top.get("producer", dict), "manifest.producer"),
             source=top.get("source", dict),
             verification=None if data.get("verification") is None else top.get("verification", dict),
+            quantization=None if data.get("quantization") is None else _parse_quantization(top.child("quantization")),
         )
+        if manifest.precision not in PRECISIONS:
+            raise BundleError(
+                f"manifest.precision must be one of {', '.join(PRECISIONS)}, found {manifest.precision!r:.60}"
+            )
+        if (manifest.precision == PRECISIONS[0]) != (manifest.quantization is None):
+            raise BundleError(
+                f"manifest.quantization must be there for every precision but {PRECISIONS[0]}, and precision is "
+                f"{manifest.precision}"
+            )
         _parse_model(manifest.config)
         for key in ("config", "source", "verification"):  # what is kept as it stands
             _check_numbers(getattr(manifest, key), f"manifest.{key}")
@@ -412,6 +443,17 @@ def _parse_golden(entry: _Reader) -> Golden:
     if isinstance(rounding, bool) or not isinstance(rounding, (int, float)) or not 0 <= rounding <= 1:
         raise BundleError(f"{entry.where}.rounding must be a number from 0 to 1, found {rounding!r:.60}")
     return Golden(entry.file("file"), entry.get("reference", str), cases, greedy, text, float(rounding))
+
+
+def _parse_quantization(entry: _Reader) -> Quantization:
+    weights = _strings(entry.get("weights", dict), f"{entry.where}.weights")
+    for name, precision in weights.items():
+        if precision not in PRECISIONS[1:]:
+            raise BundleError(
+                f"{entry.where}.weights{_step(name)} must be one of {', '.join(PRECISIONS[1:])}, found {precision!r:.60}"
+            )
+    block = None if entry.data.get("block_size") is None else entry.size("block_size", 1)
+    return Quantization(entry.size("parameters", 1), weights, block, entry.sha256("source"))
 
 
 def _parse_model(config: Mapping[str, Any]) -> ModelSpec:

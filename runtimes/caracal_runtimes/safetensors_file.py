@@ -18,7 +18,8 @@ from caracal_runtimes.errors import BundleError
 if TYPE_CHECKING:  # describing a file needs no numpy, which takes a tenth of a second to load
     from numpy.typing import NDArray
 
-_DTYPES = {
+#: How numpy sees the bytes of each dtype of the format; it has no bfloat16, of which these are the bits.
+STORED_AS = {
     "F64": "<f8",
     "F32": "<f4",
     "F16": "<f2",
@@ -28,6 +29,7 @@ _DTYPES = {
     "I8": "i1",
     "U8": "u1",
     "BOOL": "?",
+    "BF16": "<u2",
 }
 _BFLOAT16 = "BF16"
 _MAX_HEADER = 100 << 20
@@ -92,20 +94,24 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor, read-only; BF16 comes widened to float32. Raises BundleError when there is no such name."""
+        array = self.stored(name)
+        return widen_bfloat16(array) if self.entries[name].dtype == _BFLOAT16 else array
+
+    def stored(self, name: str) -> NDArray[Any]:
+        """As `tensor`, but BF16 comes as its bits, uint16."""
         import numpy as np
 
         entry = self.entries.get(name)
         if entry is None:
             raise BundleError(f"{self.path.name} has no tensor {name!r}")
-        stored = "<u2" if entry.dtype == _BFLOAT16 else _DTYPES[entry.dtype]
         try:
             if entry.bytes == 0:
-                return np.empty(entry.shape, dtype="<f4" if entry.dtype == _BFLOAT16 else _DTYPES[entry.dtype])
-            array: NDArray[Any] = np.memmap(self.path, dtype=stored, mode="r", offset=entry.offset, shape=entry.shape)
+                return np.empty(entry.shape, dtype=STORED_AS[entry.dtype])
+            array: NDArray[Any] = np.memmap(
+                self.path, dtype=STORED_AS[entry.dtype], mode="r", offset=entry.offset, shape=entry.shape
+            )
         except (OSError, ValueError) as error:
             raise BundleError(f"{self.path} cannot be read ({error})") from None
-        if entry.dtype == _BFLOAT16:
-            return (np.asarray(array, "<u4").reshape(-1) << 16).view("<f4").reshape(entry.shape)
         return array
 
 
@@ -139,9 +145,24 @@ class SafetensorsFiles:
 
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor, as `SafetensorsFile.tensor` gives it. Raises BundleError when no file has the name."""
+        return self._holder(name).tensor(name)
+
+    def stored(self, name: str) -> NDArray[Any]:
+        """One tensor, as `SafetensorsFile.stored` gives it. Raises BundleError when no file has the name."""
+        return self._holder(name).stored(name)
+
+    def _holder(self, name: str) -> SafetensorsFile:
         if name not in self.holders:
             raise BundleError(f"{', '.join(file.path.name for file in self.files)}: no tensor {name!r:.80}")
-        return self.holders[name].tensor(name)
+        return self.holders[name]
+
+
+def widen_bfloat16(bits: NDArray[Any]) -> NDArray[Any]:
+    """Float32 of the bits of bfloat16, which are its upper half."""
+    import numpy as np
+
+    wide: NDArray[Any] = (np.asarray(bits, "<u4").reshape(-1) << 16).view("<f4").reshape(bits.shape)
+    return wide
 
 
 def header_bytes(tensors: Mapping[str, TensorHead], metadata: Mapping[str, str]) -> bytes:
@@ -154,7 +175,7 @@ def header_bytes(tensors: Mapping[str, TensorHead], metadata: Mapping[str, str])
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     place = 0
     for name, (dtype, shape) in tensors.items():
-        end = place + math.prod(shape) * _width(dtype)
+        end = place + math.prod(shape) * width_of(dtype)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [place, end]}
         place = end
     raw = json.dumps(header, separators=(",", ":")).encode()
@@ -182,19 +203,19 @@ def _entry(file: str, name: str, value: object, start: int, data_bytes: int) -> 
     dtype: Any = value.get("dtype")
     shape: Any = value.get("shape")
     offsets: Any = value.get("data_offsets")
-    if not isinstance(dtype, str) or (dtype != _BFLOAT16 and dtype not in _DTYPES):
+    if not isinstance(dtype, str) or dtype not in STORED_AS:
         raise BundleError(f"{wrong} has a dtype that is not supported: {dtype!r:.40}")
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise BundleError(f"{wrong} has no valid shape and data_offsets")
     begin, end = offsets
-    if not begin <= end <= data_bytes or end - begin != math.prod(shape) * _width(dtype):
+    if not begin <= end <= data_bytes or end - begin != math.prod(shape) * width_of(dtype):
         raise BundleError(f"{wrong} points outside the file or does not match its shape; the file may be cut short")
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
 
 
-def _width(dtype: str) -> int:
-    """Bytes of one number."""
-    return 2 if dtype == _BFLOAT16 else int(_DTYPES[dtype].lstrip("<?iuf") or 1)
+def width_of(dtype: str) -> int:
+    """Bytes of one number of a dtype of the format."""
+    return int(STORED_AS[dtype].lstrip("<?iuf") or 1)
 
 
 def _check_gapless(file: str, entries: dict[str, TensorEntry], start: int, data_bytes: int) -> None:

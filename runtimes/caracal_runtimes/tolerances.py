@@ -42,6 +42,25 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("close", "float32"): Tolerance(relative_l2=1e-4, atol=5e-4, rtol=1e-3, kl=1e-6, near_tie=1e-3, bits_per_byte=1e-4),
     ("half", "float32"): Tolerance(relative_l2=2e-2, atol=1e-1, rtol=1e-1, kl=5e-2, near_tie=3e-1, bits_per_byte=1e-2),
 }
+# Fewer bits are compared with the float32 reference too: a limit is what the precision may cost, and what the level allows a
+# provider comes on top of it.
+_PRECISIONS = {
+    "float16": Tolerance(relative_l2=5e-3, atol=2e-2, rtol=2e-2, kl=1e-3, near_tie=5e-2, bits_per_byte=1e-3),
+    "bfloat16": Tolerance(relative_l2=2e-2, atol=5e-2, rtol=5e-2, kl=5e-3, near_tie=1e-1, bits_per_byte=2e-3),
+    "int8": Tolerance(relative_l2=2e-1, atol=2.5e-1, rtol=2.5e-1, kl=1e-1, near_tie=1.0, bits_per_byte=1e-2),
+    "int4": Tolerance(relative_l2=3e-1, atol=7e-1, rtol=7e-1, kl=7e-1, near_tie=2.0, bits_per_byte=3e-2),
+}
+
+
+def _wider(limit: Tolerance, level: str) -> Tolerance:
+    more = asdict(TOLERANCES[level, "float32"])
+    return Tolerance(**{name: value + more[name] for name, value in asdict(limit).items()})
+
+
+for _precision, _limit in _PRECISIONS.items():
+    TOLERANCES["strict", _precision] = _limit
+    for _level in ("close", "half"):
+        TOLERANCES[_level, _precision] = _wider(_limit, _level)
 
 
 #: Two computations in float32 that round independently are each as far from the exact result as the reference is; a limit

@@ -22,7 +22,8 @@ import safetensors.torch
 import torch
 from caracal_export import export_checkpoint, exporter, lowerings, weights
 from caracal_export.errors import VerificationError
-from caracal_export.tracing import GRAPHS, retarget
+from caracal_export.opsets import retarget
+from caracal_export.tracing import GRAPHS
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import InputError, RuntimeToolError
 from caracal_runtimes.parity import run_parity
@@ -248,7 +249,7 @@ def test_weights_in_each_others_place_are_not_written(
     monkeypatch: pytest.MonkeyPatch,
     stored_tensor: Callable[[Path, str], NDArray[Any]],
 ) -> None:
-    write = weights.write_files
+    write = exporter.write_files
 
     def swapped(*given: Any, **named: Any) -> None:
         write(*given, **named)
@@ -259,7 +260,7 @@ def test_weights_in_each_others_place_are_not_written(
         )
         a[:], b[:] = b.copy(), a.copy()
 
-    monkeypatch.setattr(weights, "write_files", swapped)
+    monkeypatch.setattr(exporter, "write_files", swapped)
     with pytest.raises(VerificationError, match=r"blocks\.0\.mhf\.(value|gate)_proj\.weight differs"):
         export_checkpoint(checkpoint, tmp_path / "out", threads=1)
     assert _names(tmp_path) == set()

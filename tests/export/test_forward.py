@@ -10,16 +10,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from caracal_export.graph_files import check_graph, refer_to_weights
 from caracal_export.tracing import trace
-from caracal_export.verification import check_graph
-from caracal_export.weights import (
-    compare_weights,
-    graph_shapes,
-    graph_weight,
-    plan_files,
-    refer_to_weights,
-    write_files,
-)
+from caracal_export.weight_files import float32, plan_files, write_files
+from caracal_export.weights import compare_weights, graph_shapes, graph_weight
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.forward import ForwardPass
 from numpy.typing import NDArray
@@ -193,7 +187,9 @@ def test_every_configuration_is_the_reference(
     model = load_checkpoint(tmp_path / "checkpoint")
     graph = trace(model, "forward", mixing, 18)
     weights = dict(model.named_parameters())
-    files = plan_files(graph_shapes({key: tuple(each.shape) for key, each in weights.items()}, model.config), None)
+    files = plan_files(
+        float32(graph_shapes({key: tuple(each.shape) for key, each in weights.items()}, model.config)), None
+    )
     write_files(files, lambda key: graph_weight(key, weights[key], model.config), tmp_path, lambda done, total: None)
     refer_to_weights(graph, files, tmp_path)
     ir.save(graph, tmp_path / "forward.onnx")

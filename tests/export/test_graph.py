@@ -17,7 +17,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from caracal_export.tracing import GRAPHS, OPSETS, retarget, trace
+from caracal_export.opsets import OPSETS, retarget
+from caracal_export.tracing import GRAPHS, trace
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.forward import ForwardPass
 from caracal_runtimes.providers.ort import OrtSession

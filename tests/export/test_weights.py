@@ -23,16 +23,10 @@ import safetensors.numpy
 import torch
 from caracal_export import export_checkpoint, weights
 from caracal_export.errors import VerificationError
+from caracal_export.graph_files import refer_to_weights
 from caracal_export.graph_model import ExtendGraph, ForwardGraph, StepGraph, graph_state, layout_of
-from caracal_export.weights import (
-    WeightFile,
-    compare_weights,
-    graph_shapes,
-    graph_weight,
-    plan_files,
-    refer_to_weights,
-    write_files,
-)
+from caracal_export.weight_files import WeightFile, float32, plan_files, write_files
+from caracal_export.weights import compare_weights, graph_shapes, graph_weight
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.cli import main
 from caracal_runtimes.errors import BundleError, InputError
@@ -336,7 +330,7 @@ def arrays_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, NDArray[np.float3
 
 
 def write(folder: Path, arrays: dict[str, NDArray[np.float32]], limit: int | None = None) -> list[WeightFile]:
-    files = plan_files({name: array.shape for name, array in arrays.items()}, limit)
+    files = plan_files(float32({name: array.shape for name, array in arrays.items()}), limit)
     write_files(files, arrays.__getitem__, folder, no_progress)
     return files
 
@@ -345,7 +339,7 @@ def write(folder: Path, arrays: dict[str, NDArray[np.float32]], limit: int | Non
 def test_a_plan_has_every_tensor_once_and_no_file_that_could_be_spared(
     shapes: dict[str, tuple[int, ...]], limit: int | None
 ) -> None:
-    files = plan_files(shapes, limit)
+    files = plan_files(float32(shapes), limit)
     placed = [name for file in files for name in file.tensors]
     assert placed == sorted(shapes)
     for file in files:
@@ -358,20 +352,22 @@ def test_a_plan_has_every_tensor_once_and_no_file_that_could_be_spared(
     for file, following in itertools.pairwise(files):
         assert limit is not None
         name = next(iter(following.tensors))
-        (together,) = plan_files({**{other: shapes[other] for other in file.tensors}, name: shapes[name]}, None)
+        (together,) = plan_files(
+            float32({**{other: shapes[other] for other in file.tensors}, name: shapes[name]}), None
+        )
         assert together.bytes > limit
     shuffled = list(shapes.items())
     random.Random(1).shuffle(shuffled)
-    assert plan_files(dict(shuffled), limit) == files
+    assert plan_files(float32(dict(shuffled)), limit) == files
 
 
 def test_the_names_of_files() -> None:
     shapes = dict.fromkeys("abcde", (100,))
-    (file,) = plan_files(shapes, None)
+    (file,) = plan_files(float32(shapes), None)
     assert file.name == "weights.safetensors"
-    assert [file.name for file in plan_files(shapes, file.bytes)] == ["weights.safetensors"]
-    assert len(plan_files(shapes, file.bytes - 1)) == 2
-    assert [(file.name, list(file.tensors)) for file in plan_files(shapes, 1100)] == [
+    assert [file.name for file in plan_files(float32(shapes), file.bytes)] == ["weights.safetensors"]
+    assert len(plan_files(float32(shapes), file.bytes - 1)) == 2
+    assert [(file.name, list(file.tensors)) for file in plan_files(float32(shapes), 1100)] == [
         ("weights-00001-of-00003.safetensors", ["a", "b"]),
         ("weights-00002-of-00003.safetensors", ["c", "d"]),
         ("weights-00003-of-00003.safetensors", ["e"]),
@@ -379,12 +375,12 @@ def test_the_names_of_files() -> None:
 
 
 def test_a_tensor_beyond_the_limit_stands_alone() -> None:
-    files = plan_files({"a": (5,), "b": (10_000,), "c": (5,), "d": (5,)}, 1000)
+    files = plan_files(float32({"a": (5,), "b": (10_000,), "c": (5,), "d": (5,)}), 1000)
     assert [list(file.tensors) for file in files] == [["a"], ["b"], ["c", "d"]]
 
 
 def test_places_behind_2_gib_are_counted_in_whole_numbers() -> None:
-    (file,) = plan_files({"embed": (400_000, 1536), "head": (400_000, 1536), "norm": (1536,)}, None)
+    (file,) = plan_files(float32({"embed": (400_000, 1536), "head": (400_000, 1536), "norm": (1536,)}), None)
     start = file.tensors["embed"].offset
     assert start % 8 == 0
     assert 0 < start < 1000
@@ -395,7 +391,7 @@ def test_places_behind_2_gib_are_counted_in_whole_numbers() -> None:
 @pytest.mark.parametrize("limit", [0, -1, 999, True, 2.5e9, "2GB"])
 def test_a_limit_that_makes_no_sense(limit: Any) -> None:
     with pytest.raises(InputError, match=r"--max-shard-size: expected at least 1\.0 kB, found"):
-        plan_files({"a": (1,)}, limit)
+        plan_files(float32({"a": (1,)}), limit)
 
 
 def test_one_file_is_byte_for_byte_what_the_library_writes(tmp_path: Path) -> None:
@@ -441,7 +437,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         alive.append(weakref.ref(array))
         return array
 
-    write_files(plan_files(shapes, 20_000), read, tmp_path, no_progress)
+    write_files(plan_files(float32(shapes), 20_000), read, tmp_path, no_progress)
     assert asked == list("abcde"), "each once, in order"
 
 
@@ -450,7 +446,7 @@ def test_progress_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(weights, "_CHUNK", chunk)
     arrays = arrays_of({"a": (7, 9), "b": (), "c": (50,)})
     told: list[tuple[int, int]] = []
-    files = plan_files({name: array.shape for name, array in arrays.items()}, None)
+    files = plan_files(float32({name: array.shape for name, array in arrays.items()}), None)
     write_files(files, arrays.__getitem__, tmp_path, lambda done, total: told.append((done, total)))
     assert {total for _, total in told} == {4 * (63 + 1 + 50)}
     assert [done for done, _ in told] == sorted({done for done, _ in told})
@@ -471,7 +467,7 @@ def test_progress_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_a_tensor_that_is_not_what_was_planned(tmp_path: Path, array: NDArray[Any], found: str) -> None:
     with pytest.raises(InputError, match=rf"expected norm as float32 \[2, 3\], found {found}"):
-        write_files(plan_files({"norm": (2, 3)}, None), lambda name: array, tmp_path, no_progress)
+        write_files(plan_files(float32({"norm": (2, 3)}), None), lambda name: array, tmp_path, no_progress)
 
 
 def test_shapes_are_those_of_the_written_layout(random_model: Callable[..., CaracalModel]) -> None:
@@ -498,13 +494,13 @@ def scale(weight: str, count: int) -> ir.Model:
 
 def test_a_graph_refers_to_planned_files_only(tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match="the graph has and the checkpoint has not: other"):
-        refer_to_weights(scale("other", 3), plan_files({"norm": (3,)}, None), tmp_path)
+        refer_to_weights(scale("other", 3), plan_files(float32({"norm": (3,)}), None), tmp_path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a file with a hole in it takes its whole size there")
 def test_a_graph_reads_a_weight_behind_2_gib(tmp_path: Path) -> None:
     """Of 2.1 GB only the ends are written: the rest of the file is a hole."""
-    (file,) = plan_files({"embed": (2**29 + 7,), "norm": (5,)}, None)
+    (file,) = plan_files(float32({"embed": (2**29 + 7,), "norm": (5,)}), None)
     weight = np.float32([1, -2, 3, -4, 5])
     (tmp_path / "tail").mkdir()
     (short,) = write(tmp_path / "tail", {"norm": weight})

@@ -13,6 +13,7 @@ from caracal_runtimes.cli.progress import ProgressLine
 from caracal_runtimes.errors import InputError
 
 from caracal_export.cli.checkpoint_arguments import CHECKPOINT_HELP, add_checkpoint_arguments, open_from
+from caracal_export.cli.precision_arguments import add_precision_arguments, mixed_lines, precision_from
 
 HELP = "checkpoint to ONNX bundle, verified"
 
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="BUNDLE", help="folder to write")
     parser.add_argument("--mixing", choices=("matmul", "dft"), default="matmul", help="how the graph computes the FFT: matrix "
                         "products, which every provider runs (default), or the operator DFT")  # fmt: skip
+    parser.add_argument("--precision", default="float32", metavar="NAME", help="float32 (default), float16 (fp16), bfloat16 (bf16), "
+                        "int8 or int4")  # fmt: skip
+    add_precision_arguments(parser)
     parser.add_argument("--opset", type=int, default=18, metavar="N", help="ONNX opset, 17 to 23 (default: 18)")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="split the weights into files of at most this size: 500MB, "
                         "2GB, 1GiB or a number of bytes (default: one file)")  # fmt: skip
@@ -43,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from caracal_export.cli.require import require_export_packages
 
     require_export_packages()
+    from caracal_runtimes.cli.arguments import read_text
     from caracal_runtimes.report import parity_output
     from caracal_runtimes.sizes import format_bytes, parse_size
 
@@ -50,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from caracal_export.exporter import export_checkpoint
     from caracal_export.staging import BUNDLE, check_target
 
+    precision = precision_from(args)
     limit = None if args.max_shard_size is None else parse_size(args.max_shard_size, "--max-shard-size")
     if args.dry_run:
         return _dry_run(args, limit)
@@ -70,13 +76,18 @@ def run(args: argparse.Namespace) -> int:
                 verify=not args.no_verify,
                 threads=args.threads,
                 max_shard_size=limit,
+                precision=precision,
+                max_kl=args.max_kl,
+                calibration=None if args.calibration is None else read_text(args.calibration),
                 progress=progress,
             )
     except VerificationError as error:
         if error.report is not None:
             print(parity_output(error.report))
         raise
-    print(f"{exported.path}: {exported.parameters:,} parameters, {format_bytes(exported.bytes)}")
+    print(f"{exported.path}: {exported.parameters:,} parameters, {precision.name}, {format_bytes(exported.bytes)}")
+    if exported.mixed is not None:
+        print("\n".join(mixed_lines(exported.mixed)))
     if exported.report is None:
         print(f"NOT RUN  verification  skipped by --no-verify; run: caracal parity {exported.path}")
     else:

@@ -29,6 +29,7 @@ _ORDER = (
     "export",
     "info",
     "convert",
+    "quantize",
     "providers",
     "generate",
     "score",

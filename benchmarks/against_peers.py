@@ -1,0 +1,205 @@
+"""Prompts and tokens against llama.cpp and onnxruntime-genai, which run a Llama of the same size in processes of their own.
+
+All sides have the same threads and take their turns in one loop; each measures its own seconds, so that what goes between the
+processes is not counted. Only where a side's weights have the same bits are two compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+from caracal_runtimes.bundle import Bundle
+from caracal_runtimes.model import CausalLM
+
+from benchmarks.decoding import row_at, stepper
+from benchmarks.interleave import Samples, Side, interleave, ratio, summary, timed
+from benchmarks.models import random_bundle, random_model
+from benchmarks.outcome import NotMeasuredError, Outcome, Settings
+from benchmarks.peers.process import INSTALLED_AS, PeerProcess
+
+PRESET = "small"
+PREFILL_LENGTHS = (2048, 8192)
+DECODE_CONTEXTS = (128, 16384)
+_ROOM = 128  # tokens that a context has beyond what is read
+_CHOOSE_AT = 1024  # the context at which llama.cpp's faster attention is chosen
+
+
+class _Peers:
+    """The peers that are here, and why the others are not. Raises NotMeasuredError when none is."""
+
+    def __init__(self, settings: Settings, stack: ExitStack) -> None:
+        self.settings = settings
+        self.found: dict[str, PeerProcess] = {}
+        self.missing: dict[str, str] = {}
+        self._loaded: list[tuple[PeerProcess, str]] = []
+        for name in INSTALLED_AS:
+            arguments = (name, settings.peers[name]) if name in settings.peers else (name,)
+            try:
+                self.found[name] = stack.enter_context(PeerProcess(*arguments))
+            except NotMeasuredError as error:
+                self.missing[name] = str(error)
+        if not self.found:
+            raise NotMeasuredError("; ".join(self.missing.values()))
+
+    def load(self, peer: str, name: str, precision: str, context: int, **options: Any) -> PeerProcess:
+        """A peer with a model that is ready to read."""
+        found = self.found[peer]
+        found.call(
+            "load",
+            name=name,
+            folder=str(self.settings.folder),
+            precision=precision,
+            threads=self.settings.threads,
+            context=context + _ROOM,
+            **options,
+        )
+        self._loaded.append((found, name))
+        return found
+
+    def free(self) -> None:
+        """Gives back the memory of everything that was loaded, but for weights."""
+        while self._loaded:
+            peer, name = self._loaded.pop()
+            peer.call("free", name=name)
+
+    def versions(self) -> dict[str, str]:
+        """Of those that are here."""
+        return {INSTALLED_AS[name]: peer.version for name, peer in self.found.items()}
+
+
+@contextmanager
+def _peers(settings: Settings) -> Iterator[_Peers]:
+    with ExitStack() as stack:
+        yield _Peers(settings, stack)
+
+
+def _ours(settings: Settings, precisions: Sequence[str]) -> tuple[dict[str, CausalLM], dict[str, str]]:
+    """Our model by precision, and why others are not there."""
+    preset = "tiny" if settings.quick else PRESET
+    model, found, reasons = random_model(preset), {}, {}
+    for precision in precisions:
+        try:
+            bundle = random_bundle(model, settings.folder, preset, precision)
+        except NotMeasuredError as error:
+            reasons[precision] = str(error)
+            continue
+        found[precision] = Bundle.open(bundle, check_hashes=False).model(threads=settings.threads)
+    return found, reasons
+
+
+def measure_prefill(settings: Settings) -> dict[str, Outcome]:
+    """Both rows of prompts: int8 against llama.cpp, float32 against onnxruntime-genai."""
+    lengths = PREFILL_LENGTHS[:1] if settings.quick else PREFILL_LENGTHS
+    against_llama, against_genai = Outcome(), Outcome()
+    every: dict[str, Any] = {}
+    with _peers(settings) as peers:
+        models, reasons = _ours(settings, ("float32", "int8"))
+        for length in lengths:
+            ids, last = np.random.default_rng(length).integers(2, 50257, (1, length)), np.asarray([[length - 1]])
+            sides: dict[str, Side] = {
+                f"caracal {precision}": timed(partial(model.forward, ids, last)) for precision, model in models.items()
+            }
+            if "llama_cpp" in peers.found:
+                for flash in (False, True):
+                    name = f"llama.cpp int8{', flash attention' if flash else ''}"
+                    peer = peers.load("llama_cpp", name, "int8", length, flash_attention=flash)
+                    sides[name] = _reading(peer, name, length)
+            if "ort_genai" in peers.found:
+                name = "onnxruntime-genai float32"
+                sides[name] = _reading(peers.load("ort_genai", name, "float32", length), name, length)
+            samples = interleave(sides, settings.turns(5), seconds=settings.seconds)
+            peers.free()
+            found = {name: summary(rounds) for name, rounds in samples.items()}
+            every[str(length)] = {
+                name: each | {"tokens_per_s": 1e3 * length / each["median_ms"]} for name, each in found.items()
+            }
+            _compare(against_llama, str(length), samples, "int8", ("llama_cpp",), peers, reasons)
+            _compare(against_genai, str(length), samples, "float32", ("ort_genai",), peers, reasons)
+        versions = peers.versions()
+    against_llama.details = {"peers": versions}
+    against_genai.details = {"peers": versions, "lengths": every}
+    return {"prefill-llama-int8": against_llama, "prefill-genai": against_genai}
+
+
+def measure_decode(settings: Settings) -> dict[str, Outcome]:
+    """One token at a short and at a long context, against the better of the two peers."""
+    contexts = (DECODE_CONTEXTS[0], 2048) if settings.quick else DECODE_CONTEXTS
+    outcome, every = Outcome(), {}
+    with _peers(settings) as peers:
+        models, reasons = _ours(settings, ("float32", "int4"))
+        for precision, model in models.items():
+            flash = "llama_cpp" in peers.found and _flash_is_faster(peers, precision)
+            for context in contexts:
+                key = f"{precision} at {context}"
+                sides = {f"caracal {precision}": stepper(model.graphs, row_at(model.graphs, context), 8)}
+                if "llama_cpp" in peers.found:
+                    name = f"llama.cpp {precision}{', flash attention' if flash else ''}"
+                    peer = peers.load("llama_cpp", name, precision, context, flash_attention=flash)
+                    sides[name] = _writing(peer, name, context)
+                if "ort_genai" in peers.found:
+                    name = f"onnxruntime-genai {precision}"
+                    sides[name] = _writing(peers.load("ort_genai", name, precision, context), name, context)
+                samples = interleave(sides, settings.turns(12), seconds=settings.seconds)
+                peers.free()
+                every[key] = {name: summary(rounds) for name, rounds in samples.items()}
+                _compare(outcome, key, samples, precision, tuple(INSTALLED_AS), peers, reasons)
+        for precision, reason in reasons.items():
+            outcome.reasons |= {f"{precision} at {context}": reason for context in contexts}
+        outcome.details = {"peers": peers.versions(), "contexts": every}
+    return {"decode-peers": outcome}
+
+
+def _reading(peer: PeerProcess, name: str, length: int) -> Side:
+    return lambda: [peer.call("prefill", name=name, length=length)]
+
+
+def _writing(peer: PeerProcess, name: str, context: int) -> Side:
+    def turn() -> list[float]:
+        seconds: list[float] = peer.call("decode", name=name, context=context, count=8)
+        return seconds
+
+    return turn
+
+
+def _flash_is_faster(peers: _Peers, precision: str) -> bool:
+    """Which of llama.cpp's two forms of attention writes faster here, at a context that is soon read."""
+    samples = {}
+    for flash in (False, True):
+        name = f"choosing {flash}"
+        peer = peers.load("llama_cpp", name, precision, _CHOOSE_AT, flash_attention=flash)
+        samples[flash] = _writing(peer, name, _CHOOSE_AT)
+    found = interleave({str(flash): side for flash, side in samples.items()}, 3)
+    peers.free()
+    return summary(found["True"])["median_ms"] < summary(found["False"])["median_ms"]
+
+
+def _compare(
+    outcome: Outcome,
+    key: str,
+    samples: Samples,
+    precision: str,
+    wanted: Sequence[str],
+    peers: _Peers,
+    reasons: dict[str, str],
+) -> None:
+    """Puts our side against the fastest of the wanted peers' into the outcome."""
+    ours = f"caracal {precision}"
+    labels = {"llama_cpp": "llama.cpp", "ort_genai": "onnxruntime-genai"}
+    theirs = [name for name in samples if any(name.startswith(f"{labels[peer]} {precision}") for peer in wanted)]
+    if ours not in samples:
+        outcome.reasons[key] = reasons[precision]
+    elif not theirs:
+        outcome.reasons[key] = "; ".join(peers.missing[peer] for peer in wanted)
+    else:
+        best = min(theirs, key=lambda name: summary(samples[name])["median_ms"])
+        outcome.figures[key] = {
+            **ratio(samples[best], samples[ours]),
+            "against": best,
+            "sides": {name: summary(samples[name]) for name in (ours, *theirs)},
+            "missing": [peers.missing[peer] for peer in wanted if peer in peers.missing],
+        }
+        print(f"{key}: {outcome.figures[key]['value']:.2f}x {best}", flush=True)

@@ -1,0 +1,84 @@
+"""Whole prompts through the whole model: this project, a plain export, PyTorch eager and compiled, in one interleaved run."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from caracal_runtimes.bundle import Bundle
+
+from benchmarks.interleave import interleave, ratio, summary, timed
+from benchmarks.models import random_bundle, random_model
+from benchmarks.outcome import NotMeasuredError, Outcome, Settings
+from benchmarks.peers.plain_export import PlainExport
+from benchmarks.peers.torch_compiled import TorchCompiled
+from benchmarks.peers.torch_eager import TorchEager
+
+PRESET = "small"
+LENGTHS = (2048, 4096, 8192)
+#: By name of the row: the side that it is about.
+SIDES = {
+    "prefill-plain-export": "plain export",
+    "prefill-torch-eager": "PyTorch eager",
+    "prefill-torch-compiled": "torch.compile",
+}
+# Largest difference of logits between two sides that compute the same model in float32; a side that differs more is broken.
+_AGREE = 1e-3
+
+
+def measure(settings: Settings) -> dict[str, Outcome]:
+    """All rows that compare with other ways to run the same model."""
+    preset, lengths = ("tiny", LENGTHS[:1]) if settings.quick else (PRESET, LENGTHS)
+    torch.set_num_threads(settings.threads)
+    model = random_model(preset)
+    loaded = Bundle.open(random_bundle(model, settings.folder, preset), check_hashes=False).model(
+        threads=settings.threads
+    )
+    outcomes = {row: Outcome() for row in SIDES}
+    every: dict[str, dict[str, Any]] = {}
+    for length in lengths:
+        ids = np.random.default_rng(length).integers(0, model.config.vocab_size, (1, length))
+        last = np.asarray([[length - 1]])
+        ours = loaded.forward(ids, last)[0, 0]
+        runs: dict[str, Callable[[], object]] = {"caracal": partial(loaded.forward, ids, last)}
+        plain = settings.folder / f"plain-{preset}-{length}"
+        plain.mkdir(parents=True, exist_ok=True)
+        makers: dict[str, Callable[[], Callable[[], Any]]] = {
+            "plain export": partial(PlainExport, model, plain / "model.onnx", ids, settings.threads),
+            "PyTorch eager": partial(TorchEager, model, torch.from_numpy(ids)),
+            "torch.compile": partial(TorchCompiled, model, torch.from_numpy(ids)),
+        }
+        for row, name in SIDES.items():
+            try:
+                side = makers[name]()
+            except NotMeasuredError as error:
+                outcomes[row].reasons[str(length)] = str(error)
+                continue
+            difference = float(np.abs(np.asarray(side())[0, -1] - ours).max())
+            if not difference <= _AGREE:
+                outcomes[row].reasons[str(length)] = f"its logits differ from ours by {difference:.1e}"
+                continue
+            runs[name] = side
+        samples = interleave(
+            {name: timed(run) for name, run in runs.items()}, settings.turns(7), seconds=settings.seconds
+        )
+        sides = {name: summary(rounds) for name, rounds in samples.items()}
+        every[str(length)] = {
+            "sides": sides,
+            "tokens_per_s": {name: 1e3 * length / side["median_ms"] for name, side in sides.items()},
+        }
+        for row, name in SIDES.items():
+            if name in samples:
+                found = ratio(samples[name], samples["caracal"])
+                outcomes[row].figures[str(length)] = {**found, "sides": {key: sides[key] for key in ("caracal", name)}}
+                print(f"prefill at {length}: {found['value']:.2f}x {name}", flush=True)
+        runs.clear()
+        gc.collect()  # sessions of the plain export hold a copy of the weights each
+        shutil.rmtree(plain, ignore_errors=True)
+    outcomes["prefill-plain-export"].details = {"preset": preset, "lengths": every}
+    return outcomes

@@ -1,0 +1,215 @@
+"""The table of what is to be reached, as data. Imports nothing that measures, so that listing and rendering need no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Target:
+    """One figure of a row, and what it has to be.
+
+    Args:
+        key: names it in the JSON.
+        wanted: the limit, in `unit`.
+        direction: `>=` where more is better.
+        unit: `x` for a ratio; `s`, `modules`, `relative L2` for what is no ratio.
+        limit: what keeps it from being reached, where that was found out; shown only while it is not reached.
+    """
+
+    key: str
+    wanted: float
+    direction: Literal[">=", "<="]
+    unit: str = "x"
+    limit: str = ""
+
+    def reached(self, value: float) -> bool:
+        """Whether a value is good enough. NaN never is."""
+        return value >= self.wanted if self.direction == ">=" else value <= self.wanted
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table.
+
+    Args:
+        name: for `--rows`, and the name of the JSON file.
+        what: what is measured.
+        against: what it is compared with.
+        means: what the figure is, in words.
+        targets: at least one.
+        measure: `module:function` of this package, which takes `Settings` and returns outcomes by the name of the row; rows with
+            the same one are measured in one run.
+    """
+
+    name: str
+    what: str
+    against: str
+    means: str
+    targets: tuple[Target, ...]
+    measure: str
+
+
+_FASTER = "time of the other side over ours"
+_TIME = "our time over that of the other side"
+
+
+def _at(wanted: float, *keys: str) -> tuple[Target, ...]:
+    return tuple(Target(key, wanted, ">=") for key in keys)
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "mixing-dft",
+        "mixing on the CPU, one convolution of D = 768, `matmul` lowering",
+        "the `dft` lowering in the same session settings",
+        _FASTER,
+        _at(25, "2048", "8192", "32768"),
+        "mixing:measure",
+    ),
+    Row(
+        "mixing-torch",
+        "mixing on the CPU, one convolution of D = 768, `matmul` lowering",
+        "torch.fft on the model's own [L, D] layout",
+        _FASTER,
+        _at(3, "2048"),
+        "mixing:measure",
+    ),
+    Row(
+        "mixing-accuracy",
+        "mixing on the CPU, one convolution of D = 768, `matmul` lowering",
+        "the same in float64",
+        "relative L2 of the difference",
+        tuple(Target(length, 1e-6, "<=", "relative L2") for length in ("512", "2048", "8192", "32768", "65536")),
+        "mixing:measure",
+    ),
+    Row(
+        "prefill-plain-export",
+        "whole prefill, small, float32, logits of the last token",
+        "plain `torch.onnx.export` of the FFT model (DFT operator, full logits)",
+        _FASTER,
+        _at(3, "2048", "4096", "8192"),
+        "prefill:measure",
+    ),
+    Row(
+        "prefill-torch-eager",
+        "whole prefill, small, float32, logits of the last token",
+        "PyTorch eager, same threads, logits of the last token",
+        _FASTER,
+        _at(1.5, "2048", "4096", "8192"),
+        "prefill:measure",
+    ),
+    Row(
+        "prefill-torch-compiled",
+        "whole prefill, small, float32, logits of the last token",
+        "torch.compile, same threads, logits of the last token",
+        _FASTER,
+        _at(1.5, "2048", "4096", "8192"),
+        "prefill:measure",
+    ),
+    Row(
+        "prefill-llama-int8",
+        "whole prefill, small, int8",
+        "llama.cpp Q8_0 with a Llama of 124M, the better of its settings",
+        "our tokens per second over theirs",
+        (*_at(2, "2048"), *_at(5, "8192")),
+        "against_peers:measure_prefill",
+    ),
+    Row(
+        "prefill-genai",
+        "whole prefill, small, float32",
+        "onnxruntime-genai float32 with a Llama of 124M, last logits only",
+        "our tokens per second over theirs",
+        (*_at(1.3, "2048"), *_at(2.5, "8192")),
+        "against_peers:measure_prefill",
+    ),
+    Row(
+        "decode-context",
+        "decode, small, float32, at a context of 65,536",
+        "the same at 128",
+        "median time at 65,536 over that at 128; 99th percentile at 65,536 over its own median; `writing`: as if half of the context "
+        "had been written token by token, with block products of all sizes owed",
+        (
+            Target("time", 1.15, "<="),
+            Target("p99/p50", 3, "<="),
+            Target("time, writing", 1.15, "<="),
+            Target("p99/p50, writing", 3, "<="),
+        ),
+        "decoding:measure_context",
+    ),
+    Row(
+        "decode-mixing",
+        "mixing of all layers for one token, small, at a context of 8,192",
+        "v/g cache with flip and sum through ONNX Runtime",
+        _FASTER + ", block products spread over the tokens included",
+        _at(100, "8192"),
+        "decoding:measure_mixing",
+    ),
+    Row(
+        "decode-state-read",
+        "state read per token, small, after a prompt of 8,192",
+        "the naive cache",
+        "bytes that we read over those of the naive cache",
+        (Target("8192", 1 / 6, "<="),),
+        "decoding:measure_mixing",
+    ),
+    Row(
+        "decode-peers",
+        "decode, small, same bits and threads",
+        "the better of llama.cpp and onnxruntime-genai with a Llama of 124M",
+        _FASTER,
+        (
+            *_at(1.0, "float32 at 128"),
+            *_at(3.5, "float32 at 16384"),
+            *_at(1.0, "int4 at 128"),
+            *_at(10, "int4 at 16384"),
+        ),
+        "against_peers:measure_decode",
+    ),
+    Row(
+        "memory-shared",
+        "forward and step loaded together, small, resident memory",
+        "the larger one alone",
+        "our bytes over those of the other side",
+        (Target("resident", 1.1, "<="),),
+        "memory:measure",
+    ),
+    Row(
+        "export-cost",
+        "export of small with verification, a process of its own",
+        "plain `torch.onnx.export` and save",
+        "ours over that of the other side",
+        (Target("time", 1.5, "<="), Target("peak memory", 1.5, "<=")),
+        "export_time:measure",
+    ),
+    Row(
+        "start-up",
+        "`caracal --help`, `caracal providers`, `caracal info BUNDLE`",
+        "no torch, half a second",
+        "seconds of the whole process, median; modules of torch that the three import",
+        (
+            Target("--help", 0.5, "<=", "s"),
+            Target("providers", 0.5, "<=", "s"),
+            Target("info", 0.5, "<=", "s"),
+            Target("torch", 0, "<=", "modules"),
+        ),
+        "startup:measure",
+    ),
+    Row(
+        "cuda-cufft",
+        "mixing on an NVIDIA GPU, one convolution of D = 768, `matmul` lowering, no TF32",
+        "PyTorch eager, cuFFT",
+        _TIME,
+        tuple(Target(length, 1.5, "<=") for length in ("2048", "8192", "32768")),
+        "cuda:measure",
+    ),
+    Row(
+        "cuda-dft",
+        "mixing on an NVIDIA GPU, one convolution of D = 768, `matmul` lowering, no TF32",
+        "the `dft` lowering in the same session settings, which falls back to the CPU",
+        _FASTER,
+        _at(100, "2048", "8192", "32768"),
+        "cuda:measure",
+    ),
+)

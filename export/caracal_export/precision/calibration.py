@@ -1,0 +1,34 @@
+"""The text that precisions are judged by: the caller's own, or the passage that bundles' goldens are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+from caracal_runtimes.bundle import Bundle
+from caracal_runtimes.errors import InputError
+from caracal_runtimes.text import encode_text
+
+from caracal_export.precision.sensitivity import TOKENS
+
+
+def calibration_ids(bundle: Bundle, text: str | None) -> list[int]:
+    """Token ids of a text, or of the passage in the bundle's goldens.
+
+    Args:
+        bundle: whose tokenizer reads the text.
+        text: the caller's; None for the passage.
+
+    Raises:
+        InputError: there is no passage since the bundle has no tokenizer, or the text has too few tokens.
+        BundleError: the bundle has no tokenizer to read the text.
+    """
+    if text is not None:
+        ids = list(encode_text(bundle.tokenizer(), text[: 16 * TOKENS]).ids)
+    elif bundle.manifest.golden.text is not None:
+        ids = np.asarray(bundle.golden().tensor(f"{bundle.manifest.golden.text.name}/ids")).tolist()
+    else:
+        raise InputError(
+            "calibration: the bundle has no recorded passage, since it has no tokenizer; name weights with --keep instead"
+        )
+    if len(ids) < 2:
+        raise InputError(f"calibration: expected a text of at least 2 tokens, found {len(ids)}; give a longer one")
+    return [int(token) for token in ids[:TOKENS]]
