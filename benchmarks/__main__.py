@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--quick", action="store_true", help=f"a short run, to see that it works; into {QUICK.relative_to(HERE.parent)}"
     )
     parser.add_argument(
+        "--at", help="lengths and contexts, separated by commas (default: all); what is there of others is kept"
+    )
+    parser.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     )
     parser.add_argument("--rounds", type=int, help="counted rounds of each loop (default: what each measurement takes)")
@@ -82,6 +85,8 @@ def _measure_rows(rows: Sequence[Row], parsed: argparse.Namespace, output: Path)
             peers=_peer_pythons(parsed.peer_python),
             rounds=parsed.rounds,
             seconds=min(parsed.seconds, 10.0) if parsed.quick else parsed.seconds,
+            rows=tuple(row.name for row in rows),
+            at=tuple(map(int, parsed.at.split(","))) if parsed.at else (),
         )
         settings.folder.mkdir(parents=True, exist_ok=True)
         for measure in dict.fromkeys(row.measure for row in rows):
@@ -97,19 +102,44 @@ def _measure_rows(rows: Sequence[Row], parsed: argparse.Namespace, output: Path)
             except Exception as error:  # noqa: BLE001 - one row's failure must not cost the others
                 traceback.print_exc()
                 reason, failed = f"the measurement failed: {type(error).__name__}: {error}", True
-            for row in ROWS:  # also those that were measured along with what was asked for
-                if row.measure == measure:
+            for row in ROWS:
+                # Also those that were measured along with what was asked for.
+                if row.name in outcomes or (row in rows and row.measure == measure):
                     report = _report(row, outcomes.get(row.name), reason) | begun
                     report |= {"threads": settings.threads, "quick": settings.quick, "environment": _environment()}
-                    text = json.dumps(report, indent=2) + "\n"
-                    (output / f"{row.name}.json").write_text(text, encoding="utf-8")
+                    file = output / f"{row.name}.json"
+                    if settings.at and file.exists():
+                        report = _joined(json.loads(file.read_text(encoding="utf-8")), report)
+                    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            render.write(output)  # now, so that a run that is broken off has its results so far
     return failed
 
 
 def _report(row: Row, outcome: Outcome | None, reason: str) -> dict[str, Any]:
     found = outcome or Outcome()
     left = {target.key: reason or "not part of this run" for target in row.targets if target.key not in found.figures}
-    return {"row": row.name, "figures": found.figures, "reasons": left | found.reasons, "details": found.details}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    figures = {key: {**figure, "date": date} for key, figure in found.figures.items()}
+    return {"row": row.name, "figures": figures, "reasons": left | found.reasons, "details": found.details}
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A run at some lengths with what an earlier run found at others, if that had the same machine, versions and settings."""
+    if any(old[part] != new[part] for part in ("threads", "quick", "environment")):
+        return new
+    figures = {**old["figures"], **new["figures"]}
+    reasons = {key: reason for key, reason in {**old["reasons"], **new["reasons"]}.items() if key not in figures}
+    return {**new, "figures": figures, "reasons": reasons, "details": _overlaid(old["details"], new["details"])}
+
+
+def _overlaid(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A tree of dictionaries over another one."""
+    both = {
+        name: _overlaid(old[name], value)
+        for name, value in new.items()
+        if isinstance(value, dict) and isinstance(old.get(name), dict)
+    }
+    return {**old, **new, **both}
 
 
 def _peer_pythons(given: Sequence[str]) -> dict[str, str]:

@@ -77,38 +77,35 @@ def _peers(settings: Settings) -> Iterator[_Peers]:
         yield _Peers(settings, stack)
 
 
-def _ours(settings: Settings, precisions: Sequence[str]) -> tuple[dict[str, CausalLM], dict[str, str]]:
-    """Our model by precision, and why others are not there."""
+def _ours(settings: Settings, precisions: Sequence[str]) -> dict[str, CausalLM]:
+    """Our model by precision."""
     preset = "tiny" if settings.quick else PRESET
-    model, found, reasons = random_model(preset), {}, {}
+    model, found = random_model(preset), {}
     for precision in precisions:
-        try:
-            bundle = random_bundle(model, settings.folder, preset, precision)
-        except NotMeasuredError as error:
-            reasons[precision] = str(error)
-            continue
-        found[precision] = Bundle.open(bundle, check_hashes=False).model(threads=settings.threads)
-    return found, reasons
+        bundle = Bundle.open(random_bundle(model, settings.folder, preset, precision), check_hashes=False)
+        found[precision] = bundle.model(threads=settings.threads)
+    return found
 
 
 def measure_prefill(settings: Settings) -> dict[str, Outcome]:
     """Both rows of prompts: int8 against llama.cpp, float32 against onnxruntime-genai."""
-    lengths = PREFILL_LENGTHS[:1] if settings.quick else PREFILL_LENGTHS
+    lengths = settings.lengths(PREFILL_LENGTHS)
     against_llama, against_genai = Outcome(), Outcome()
     every: dict[str, Any] = {}
     with _peers(settings) as peers:
-        models, reasons = _ours(settings, ("float32", "int8"))
+        precisions = {"prefill-genai": "float32", "prefill-llama-int8": "int8"}
+        models = _ours(settings, [precision for row, precision in precisions.items() if row in settings.rows])
         for length in lengths:
             ids, last = np.random.default_rng(length).integers(2, 50257, (1, length)), np.asarray([[length - 1]])
             sides: dict[str, Side] = {
                 f"caracal {precision}": timed(partial(model.forward, ids, last)) for precision, model in models.items()
             }
-            if "llama_cpp" in peers.found:
+            if "llama_cpp" in peers.found and "int8" in models:
                 for flash in (False, True):
                     name = f"llama.cpp int8{', flash attention' if flash else ''}"
                     peer = peers.load("llama_cpp", name, "int8", length, flash_attention=flash)
                     sides[name] = _reading(peer, name, length)
-            if "ort_genai" in peers.found:
+            if "ort_genai" in peers.found and "float32" in models:
                 name = "onnxruntime-genai float32"
                 sides[name] = _reading(peers.load("ort_genai", name, "float32", length), name, length)
             samples = interleave(sides, settings.turns(5), seconds=settings.seconds)
@@ -117,20 +114,23 @@ def measure_prefill(settings: Settings) -> dict[str, Outcome]:
             every[str(length)] = {
                 name: each | {"tokens_per_s": 1e3 * length / each["median_ms"]} for name, each in found.items()
             }
-            _compare(against_llama, str(length), samples, "int8", ("llama_cpp",), peers, reasons)
-            _compare(against_genai, str(length), samples, "float32", ("ort_genai",), peers, reasons)
+            if "int8" in models:
+                _compare(against_llama, str(length), samples, "int8", ("llama_cpp",), peers)
+            if "float32" in models:
+                _compare(against_genai, str(length), samples, "float32", ("ort_genai",), peers)
         versions = peers.versions()
-    against_llama.details = {"peers": versions}
-    against_genai.details = {"peers": versions, "lengths": every}
-    return {"prefill-llama-int8": against_llama, "prefill-genai": against_genai}
+    outcomes = {"prefill-llama-int8": against_llama, "prefill-genai": against_genai}
+    for outcome in outcomes.values():
+        outcome.details = {"peers": versions, "lengths": every}
+    return {row: outcome for row, outcome in outcomes.items() if row in settings.rows}
 
 
 def measure_decode(settings: Settings) -> dict[str, Outcome]:
     """One token at a short and at a long context, against the better of the two peers."""
-    contexts = (DECODE_CONTEXTS[0], 2048) if settings.quick else DECODE_CONTEXTS
+    contexts = settings.lengths(DECODE_CONTEXTS)
     outcome, every = Outcome(), {}
     with _peers(settings) as peers:
-        models, reasons = _ours(settings, ("float32", "int4"))
+        models = _ours(settings, ("float32", "int4"))
         for precision, model in models.items():
             flash = "llama_cpp" in peers.found and _flash_is_faster(peers, precision)
             for context in contexts:
@@ -146,9 +146,7 @@ def measure_decode(settings: Settings) -> dict[str, Outcome]:
                 samples = interleave(sides, settings.turns(12), seconds=settings.seconds)
                 peers.free()
                 every[key] = {name: summary(rounds) for name, rounds in samples.items()}
-                _compare(outcome, key, samples, precision, tuple(INSTALLED_AS), peers, reasons)
-        for precision, reason in reasons.items():
-            outcome.reasons |= {f"{precision} at {context}": reason for context in contexts}
+                _compare(outcome, key, samples, precision, tuple(INSTALLED_AS), peers)
         outcome.details = {"peers": peers.versions(), "contexts": every}
     return {"decode-peers": outcome}
 
@@ -184,15 +182,12 @@ def _compare(
     precision: str,
     wanted: Sequence[str],
     peers: _Peers,
-    reasons: dict[str, str],
 ) -> None:
     """Puts our side against the fastest of the wanted peers' into the outcome."""
     ours = f"caracal {precision}"
     labels = {"llama_cpp": "llama.cpp", "ort_genai": "onnxruntime-genai"}
     theirs = [name for name in samples if any(name.startswith(f"{labels[peer]} {precision}") for peer in wanted)]
-    if ours not in samples:
-        outcome.reasons[key] = reasons[precision]
-    elif not theirs:
+    if not theirs:
         outcome.reasons[key] = "; ".join(peers.missing[peer] for peer in wanted)
     else:
         best = min(theirs, key=lambda name: summary(samples[name])["median_ms"])

@@ -30,7 +30,7 @@ def measure(settings: Settings) -> dict[str, Outcome]:
         raise NotMeasuredError(f"needs a GPU: {', '.join(lacking)} ({_INSTALL})")
     torch.backends.cuda.matmul.allow_tf32 = False
     against_cufft, against_dft = Outcome(), Outcome()
-    for length in LENGTHS[:1] if settings.quick else LENGTHS:
+    for length in settings.lengths(LENGTHS):
         inputs = mixing.random_inputs(length)
         v, g = (torch.from_numpy(inputs[name]).cuda() for name in "vg")
 

@@ -23,6 +23,8 @@ class Settings:
         peers: interpreters of other environments by peer (`llama_cpp`, `ort_genai`); the own one where there is none.
         rounds: counted rounds of the timing loop; None for what each measurement takes by itself.
         seconds: time after which a loop begins no further round.
+        rows: the rows that are asked for; a measurement may leave out sides that only others need.
+        at: the lengths and contexts that are asked for; all when empty.
     """
 
     threads: int
@@ -31,10 +33,17 @@ class Settings:
     peers: dict[str, str] = field(default_factory=dict)
     rounds: int | None = None
     seconds: float = 90.0
+    rows: tuple[str, ...] = ()
+    at: tuple[int, ...] = ()
 
     def turns(self, usual: int) -> int:
         """Counted rounds of a loop that takes `usual` ones by itself."""
         return self.rounds or (2 if self.quick else usual)
+
+    def lengths(self, usual: tuple[int, ...], quick: int = 1) -> tuple[int, ...]:
+        """Those of a measurement that are wanted; the first `quick` of them in a quick run."""
+        wanted = tuple(length for length in usual if not self.at or length in self.at)
+        return wanted[:quick] if self.quick else wanted
 
 
 @dataclass

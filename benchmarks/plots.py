@@ -118,9 +118,12 @@ def _roofline(reports: Reports, axes: Any) -> bool:
 
 
 def _prefill(reports: Reports, axes: Any) -> bool:
-    entries = reports.get("prefill-plain-export", {}).get("details", {}).get("lengths", {})
+    entries: dict[str, dict[str, Any]] = {}
+    for row in ("prefill-plain-export", "prefill-torch-eager", "prefill-torch-compiled"):
+        for length, entry in reports.get(row, {}).get("details", {}).get("lengths", {}).items():
+            entries[length] = {**entry["sides"], **entries.get(length, {})}
     if entries:
-        _by_length({length: entry["sides"] for length, entry in entries.items()}, axes)
+        _by_length(entries, axes)
         _lengths(axes, "prompt, tokens", "ms, median")
         axes.set_title("A whole prompt, small, float32")
     return bool(entries)

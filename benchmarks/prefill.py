@@ -33,15 +33,16 @@ _AGREE = 1e-3
 
 def measure(settings: Settings) -> dict[str, Outcome]:
     """All rows that compare with other ways to run the same model."""
-    preset, lengths = ("tiny", LENGTHS[:1]) if settings.quick else (PRESET, LENGTHS)
+    preset = "tiny" if settings.quick else PRESET
+    asked = {row: name for row, name in SIDES.items() if row in settings.rows}
     torch.set_num_threads(settings.threads)
     model = random_model(preset)
     loaded = Bundle.open(random_bundle(model, settings.folder, preset), check_hashes=False).model(
         threads=settings.threads
     )
-    outcomes = {row: Outcome() for row in SIDES}
+    outcomes = {row: Outcome() for row in asked}
     every: dict[str, dict[str, Any]] = {}
-    for length in lengths:
+    for length in settings.lengths(LENGTHS):
         ids = np.random.default_rng(length).integers(0, model.config.vocab_size, (1, length))
         last = np.asarray([[length - 1]])
         ours = loaded.forward(ids, last)[0, 0]
@@ -53,7 +54,7 @@ def measure(settings: Settings) -> dict[str, Outcome]:
             "PyTorch eager": partial(TorchEager, model, torch.from_numpy(ids)),
             "torch.compile": partial(TorchCompiled, model, torch.from_numpy(ids)),
         }
-        for row, name in SIDES.items():
+        for row, name in asked.items():
             try:
                 side = makers[name]()
             except NotMeasuredError as error:
@@ -64,15 +65,15 @@ def measure(settings: Settings) -> dict[str, Outcome]:
                 outcomes[row].reasons[str(length)] = f"its logits differ from ours by {difference:.1e}"
                 continue
             runs[name] = side
-        samples = interleave(
-            {name: timed(run) for name, run in runs.items()}, settings.turns(7), seconds=settings.seconds
-        )
+        # Each side has run once by now.
+        sides_in_turn = {name: timed(run) for name, run in runs.items()}
+        samples = interleave(sides_in_turn, settings.turns(7), warmup=0, seconds=settings.seconds)
         sides = {name: summary(rounds) for name, rounds in samples.items()}
         every[str(length)] = {
             "sides": sides,
             "tokens_per_s": {name: 1e3 * length / side["median_ms"] for name, side in sides.items()},
         }
-        for row, name in SIDES.items():
+        for row, name in asked.items():
             if name in samples:
                 found = ratio(samples[name], samples["caracal"])
                 outcomes[row].figures[str(length)] = {**found, "sides": {key: sides[key] for key in ("caracal", name)}}
@@ -80,5 +81,6 @@ def measure(settings: Settings) -> dict[str, Outcome]:
         runs.clear()
         gc.collect()  # sessions of the plain export hold a copy of the weights each
         shutil.rmtree(plain, ignore_errors=True)
-    outcomes["prefill-plain-export"].details = {"preset": preset, "lengths": every}
+    for outcome in outcomes.values():
+        outcome.details = {"preset": preset, "lengths": every}
     return outcomes

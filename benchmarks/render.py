@@ -59,7 +59,7 @@ def render(reports: Mapping[str, dict[str, Any]], shown: list[tuple[str, str]]) 
         "# Results",
         "",
         "Written by `python -m benchmarks` from the JSON files in `results/`; do not edit. Both sides of a row take turns in one run, and what "
-        "is quoted is the ratio of their medians, with the lowest and highest of single rounds in brackets: read the ratios, not the "
+        "is quoted is the ratio of their medians, with the lowest and highest of single rounds in brackets (`within the noise` where these lie on both sides of what is wanted): read the ratios, not the "
         "milliseconds. Weights are random. Losses stand beside wins.",
         "",
         f"{counts[REACHED]} of {len(verdicts)} figures are reached, {counts[NOT_REACHED]} are not, {counts[NOT_MEASURED]} were not measured.",
@@ -84,6 +84,8 @@ def _table_lines(row: Row, report: Mapping[str, Any] | None) -> list[str]:
         figure = (report or {}).get("figures", {}).get(target.key)
         what, against = (row.what, row.against) if index == 0 else ("", "")
         word = verdict(target, figure)
+        if figure is not None and "low" in figure and target.reached(figure["low"]) != target.reached(figure["high"]):
+            word += ", within the noise"
         if figure is not None and report is not None and report.get("quick"):
             word += " (quick run)"
         sign = "≥" if target.direction == ">=" else "≤"
@@ -151,7 +153,7 @@ def _times(reports: Mapping[str, dict[str, Any]]) -> list[str]:
         for key, figure in reports.get(row.name, {}).get("figures", {}).items():
             for name, side in figure.get("sides", {}).items():
                 lines.append(
-                    f"| `{row.name}` | {_label(key)} | {name} | {side['median_ms']:.4g} | {side['min_ms']:.4g} | {side['p99_ms']:.4g} | "
+                    f"| `{row.name}` | {_label(key)} | {name} | {side['median_ms']:,.2f} | {side['min_ms']:,.2f} | {side['p99_ms']:,.2f} | "
                     f"{side['samples']} |"
                 )
     head = [

@@ -8,7 +8,7 @@ from caracal_runtimes.manifest import Manifest
 from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.report import parity_table
 
-from caracal import CaracalConfig
+from caracal.config import CaracalConfig
 
 
 def model_card(config: CaracalConfig, parameters: int, manifest: Manifest, report: ParityReport | None) -> str:

@@ -22,9 +22,12 @@ from caracal_export import goldens, weights
 from caracal_export.exporter import GOLDEN_FILE, check_arguments, check_tokenizer
 from caracal_export.graph_files import describe_graph, refer_to_weights
 from caracal_export.opsets import TRACED_OPSET
+from caracal_export.precision.plan import Precision, plan, roles_of
+from caracal_export.precision.quantizing import rewritten, stored_heads
 from caracal_export.tracing import GRAPHS, LAGS, trace
-from caracal_export.weight_files import float32, plan_files
+from caracal_export.weight_files import plan_files
 
+_LOADED = 3  # graphs with weights that reading and writing text load: forward, extend, step
 # Peak of an export over the bundle's weights, and what the packages take before it begins; benchmarks/export_memory.py.
 _EXPORT_FACTOR, _EXPORT_BASE = 3.0, 700 << 20
 
@@ -34,20 +37,24 @@ class DryRun:
     """What an export would write, and the memory that it and its use would take. Sizes in bytes.
 
     Args:
-        parameters: numbers in the weights, a tied head counted once.
+        precision: of the weights.
+        parameters: numbers in the model, a tied head counted once.
         graphs: each with the size of its file.
         weights: the weight files and their sizes.
         others: the other files and their sizes; the goldens' is an estimate.
-        export: the most that exporting takes, at most three times the weights and what the packages need.
+        in_memory: the weights while a bundle runs on a CPU: float32 ones are shared by all graphs.
+        export: the most that exporting takes, at most three times the float32 weights and what the packages need.
         batch, length: of the pass below.
         prefill: one pass over [batch, length] tokens with the logits of the last ones, weights not counted.
         state: what decoding keeps after it.
     """
 
+    precision: str
     parameters: int
     graphs: dict[str, tuple[GraphSpec, int]]
     weights: dict[str, int]
     others: dict[str, int]
+    in_memory: int
     export: int
     batch: int
     length: int
@@ -61,8 +68,8 @@ class DryRun:
 
     @property
     def running(self) -> int:
-        """Bytes that one pass and its state take with the weights, which all graphs share."""
-        return sum(self.weights.values()) + self.prefill + self.state
+        """Bytes that one pass and its state take with the weights."""
+        return self.in_memory + self.prefill + self.state
 
 
 def dry_run(
@@ -72,6 +79,7 @@ def dry_run(
     opset: int = TRACED_OPSET,
     lags: int = LAGS,
     max_shard_size: int | None = None,
+    precision: Precision | None = None,
     batch: int = 1,
     length: int = 1024,
     progress: Progress | None = None,
@@ -80,7 +88,7 @@ def dry_run(
 
     Args:
         checkpoint: opened.
-        mixing, opset, lags, max_shard_size: as for `export_checkpoint`.
+        mixing, opset, lags, max_shard_size, precision: as for `export_checkpoint`.
         batch, length: rows and tokens of the pass whose memory is wanted.
         progress: called with what is being done, done and total.
 
@@ -97,29 +105,38 @@ def dry_run(
     check_forward(spec, batch, length, 1, mixing=mixing)
     if checkpoint.tokenizer is not None:
         check_tokenizer("export", checkpoint.tokenizer, config)
-    files = plan_files(float32(weights.graph_shapes(parameter_shapes(config), config)), max_shard_size)
+    lying = weights.graph_shapes(parameter_shapes(config), config)
     with torch.device("meta"):
         model = CaracalModel(config).eval().requires_grad_(False)
+    traced = {}
+    for index, name in enumerate(GRAPHS):
+        if progress is not None:
+            progress(f"tracing the graphs: {name}", index, len(GRAPHS))
+        traced[name] = trace(model, name, mixing, opset, lags=lags)
+    precision = precision or Precision("float32")
+    planned = plan(precision, roles_of(traced.values()), lying)
+    files = plan_files(stored_heads(lying, planned), max_shard_size)
     graphs: dict[str, tuple[GraphSpec, int]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for index, name in enumerate(GRAPHS):
-            if progress is not None:
-                progress(f"tracing the graphs: {name}", index, len(GRAPHS))
-            graph = trace(model, name, mixing, opset, lags=lags)
+        for name, graph in traced.items():
+            graph = rewritten(graph, planned)
             refer_to_weights(graph, files, Path(folder))
             size = ir.to_proto(graph).ByteSize()
-            graphs[name] = (describe_graph(graph, f"{name}.onnx", opset, mixing), size)
+            graphs[name] = (describe_graph(graph, f"{name}.onnx", graph.graph.opset_imports[""], mixing), size)
     recorded = goldens.extent(config, lags)
     others = {GOLDEN_FILE: recorded.bytes}
     if checkpoint.tokenizer is not None:
         others[TOKENIZER_FILE] = checkpoint.tokenizer.stat().st_size
     sizes = {file.name: file.bytes for file in files}
+    whole = 4 * checkpoint.parameters()
     return DryRun(
+        precision=precision.name,
         parameters=checkpoint.parameters(),
         graphs=graphs,
         weights=sizes,
         others=others,
-        export=int(_EXPORT_FACTOR * sum(sizes.values()))
+        in_memory=_in_memory(precision, sum(sizes.values()), whole),
+        export=int(_EXPORT_FACTOR * whole)
         + _EXPORT_BASE
         + forward_bytes(spec, 1, recorded.longest, recorded.positions, mixing),
         batch=batch,
@@ -127,6 +144,16 @@ def dry_run(
         prefill=forward_bytes(spec, batch, length, 1, mixing),
         state=batch * state_bytes(spec, length),
     )
+
+
+def _in_memory(precision: Precision, stored: int, whole: int) -> int:
+    """Bytes of the weights while ONNX Runtime's CPU kernels use them; all but float32 are copied by each graph that runs.
+
+    Weights in 16 bits are widened when a graph is loaded.
+    """
+    if precision.name == "float32":
+        return stored
+    return stored + _LOADED * (whole if precision.name in ("float16", "bfloat16") else stored)
 
 
 def dry_run_lines(found: DryRun, name: str) -> list[str]:
@@ -141,7 +168,7 @@ def dry_run_lines(found: DryRun, name: str) -> list[str]:
                 f"opset {graph.opset}, {graph.mixing}",
             ]
         )
-    rows += [[file, format_bytes(size), "", "float32"] for file, size in found.weights.items()]
+    rows += [[file, format_bytes(size), "", found.precision] for file, size in found.weights.items()]
     rows += [
         [file, ("about " if file == GOLDEN_FILE else "") + format_bytes(size), "", ""]
         for file, size in found.others.items()
@@ -153,7 +180,7 @@ def dry_run_lines(found: DryRun, name: str) -> list[str]:
         *lines,
         "",
         f"memory to export: at most about {format_bytes(found.export)}",
-        f"memory to run {what}: about {format_bytes(found.running)} (weights {format_bytes(sum(found.weights.values()))}, "
+        f"memory to run {what}: about {format_bytes(found.running)} (weights {format_bytes(found.in_memory)}, "
         f"reading {format_bytes(found.prefill)}, state {format_bytes(found.state)})",
         "",
         f"DRY RUN  export {name}  {found.parameters:,} parameters, about {format_bytes(found.total)}  nothing was written",

@@ -35,7 +35,7 @@ from caracal_export.lowerings import MIXINGS
 from caracal_export.opsets import OPSETS, TRACED_OPSET
 from caracal_export.precision.calibration import calibration_ids
 from caracal_export.precision.mixing_precisions import Mixed, choose_higher
-from caracal_export.precision.plan import Precision
+from caracal_export.precision.plan import Precision, check_bound
 from caracal_export.precision.quantizing import write_quantized
 from caracal_export.staging import BUNDLE, check_target, staged_folder
 from caracal_export.tracing import GRAPHS, LAGS, trace
@@ -103,6 +103,8 @@ def export_checkpoint(
         VerificationError: the exported graph does not compute what the checkpoint computes; nothing was written.
     """
     check_arguments(mixing, opset, threads, lags, max_shard_size)
+    if max_kl is not None:
+        check_bound(max_kl)
     target = Path(output)
     check_target(BUNDLE, target, overwrite=overwrite)
     report = progress or (lambda what, done, total: None)
@@ -113,7 +115,7 @@ def export_checkpoint(
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     if opened.tokenizer is not None:
         check_tokenizer("export", opened.tokenizer, opened.config)  # before anything is written
-    _check_room(target, opened, lags)
+    _check_room(target, opened, lags, copies=2 if rounded else 1)
     try:
         with staged_folder(BUNDLE, target, overwrite=overwrite) as stage:
             settings = _Settings(mixing, opset, lags, verify, threads, None if rounded else max_shard_size, report)
@@ -256,9 +258,9 @@ def check_tokenizer(command: str, path: Path, config: CaracalConfig) -> Tokenize
         raise InputError(f"{command}: {path} {error}; put the model's own there, or remove it") from None
 
 
-def _check_room(target: Path, checkpoint: Checkpoint, lags: int) -> None:
+def _check_room(target: Path, checkpoint: Checkpoint, lags: int, copies: int) -> None:
     """Refuses to start an export that the disk cannot hold; the weights and the goldens are all that is large."""
-    needed = 4 * checkpoint.parameters() + goldens.extent(checkpoint.config, lags).bytes + _GRAPH_BYTES
+    needed = copies * (4 * checkpoint.parameters() + goldens.extent(checkpoint.config, lags).bytes + _GRAPH_BYTES)
     free = shutil.disk_usage(target.absolute().parent).free
     if free < needed:
         raise InputError(

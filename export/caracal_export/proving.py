@@ -35,6 +35,12 @@ def prove(opened: Bundle, *, threads: int, progress: Progress) -> ParityReport:
         progress=lambda what, done, total: progress(f"verifying: {what}", done, total),
     )
     line = verdict_line(found, found.providers[0])
+    if found.verdict == "FAILED" and opened.manifest.quantization is not None:
+        raise VerificationError(
+            f"quantize: {opened.manifest.precision} costs this model more than its level allows, nothing was written: {line}; keep the most "
+            f"sensitive weights in a higher precision (--keep, --max-kl), or choose another one",
+            found,
+        )
     if found.verdict == "FAILED":
         raise VerificationError(
             f"export: the bundle does not compute what the checkpoint does, nothing was written: {line}; "

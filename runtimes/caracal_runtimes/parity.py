@@ -371,7 +371,9 @@ def _run_greedy(bundle: Bundle, model: CausalLM, golden: GoldenGreedy, limit: To
         return result("PASSED", at - given, f"{behind}all agree" if given else "")
     if tie and at == given:
         return result(
-            "NOT RUN", 0, f"{behind}parts at the first token on a near tie (margin {margins[at]:.1e}): nothing to compare"
+            "NOT RUN",
+            0,
+            f"{behind}parts at the first token on a near tie (margin {margins[at]:.1e}): nothing to compare",
         )
     if tie:
         return result("PASSED", at - given, f"{behind}parts at token {at} on a near tie (margin {margins[at]:.1e})")

@@ -126,13 +126,15 @@ def test_the_page_has_ratios_wins_losses_and_what_is_missing() -> None:
     assert "≥ 3x | 3.25x (3x to 3.5x) | reached |" in torch_line
     memory_line = next(each for each in page.splitlines() if each.startswith(f"| {rows['memory-shared'].what}"))
     assert "≤ 1.1x | 1.25x | **not reached** |" in memory_line
+    noisy = render.render({"mixing-torch": report({"2048": {"value": 3.25, "low": 2.5, "high": 3.5}})}, [])
+    assert "3.25x (2.5x to 3.5x) | reached, within the noise |" in noisy
     assert "1.25x of 1.1x" in line(page, "- `memory-shared` at resident")
     assert line(page, "- `cuda-cufft`").endswith("at 2,048, 8,192, 32,768: needs a GPU.")
     assert "no results yet" in line(page, "- `export-cost`")
     assert "0.21 s | reached (quick run) |" in page
     targets = sum(len(row.targets) for row in ROWS)
     assert f"3 of {targets} figures are reached, 1 are not, {targets - 4} were not measured." in page
-    assert "| `mixing-torch` | 2,048 | matmul | 12.5 | 12 | 14 | 9 |" in page
+    assert "| `mixing-torch` | 2,048 | matmul | 12.50 | 12.00 | 14.00 | 9 |" in page
     assert "0123456789ab+" in page
     assert "![A plot](results/a.png)" in page
 
@@ -166,10 +168,12 @@ def test_the_page_in_the_repository_is_that_of_its_results() -> None:
 # The command
 
 
-def run(monkeypatch: pytest.MonkeyPatch, output: Path, measured: Any, rows: str) -> tuple[int, dict[str, Any], str]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, output: Path, measured: Any, rows: str, *more: str
+) -> tuple[int, dict[str, Any], str]:
     monkeypatch.setattr(command, "apart", lambda function, measure, settings: measured(measure))
     monkeypatch.setattr("benchmarks.plots.available", lambda: False)
-    code = command.main(["--rows", rows, "-o", str(output), "--threads", "1"])
+    code = command.main(["--rows", rows, "-o", str(output), "--threads", "1", *more])
     reports = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in output.glob("*.json")}
     return code, reports, (output.parent / "RESULTS.md").read_text(encoding="utf-8")
 
@@ -180,9 +184,9 @@ def test_what_cannot_be_measured_is_a_row_and_no_error(tmp_path: Path, monkeypat
 
     code, reports, page = run(monkeypatch, tmp_path / "results", measured, "cuda-cufft")
     assert code == 0
-    assert set(reports) == {"cuda-cufft", "cuda-dft"}  # one measurement serves both
-    assert reports["cuda-dft"]["figures"] == {}
-    assert set(reports["cuda-dft"]["reasons"].values()) == {"needs a GPU: none here"}
+    assert set(reports) == {"cuda-cufft"}
+    assert reports["cuda-cufft"]["figures"] == {}
+    assert set(reports["cuda-cufft"]["reasons"].values()) == {"needs a GPU: none here"}
     assert "- `cuda-cufft` at 2,048, 8,192, 32,768: needs a GPU: none here." in page
     assert reports["cuda-cufft"]["environment"]["python"] == ".".join(map(str, sys.version_info[:3]))
 
@@ -198,10 +202,33 @@ def test_a_failure_costs_only_its_own_row_and_shows_in_the_exit_code(
     code, reports, page = run(monkeypatch, tmp_path / "results", measured, "memory-shared,start-up")
     assert code == 1
     assert reports["memory-shared"]["reasons"] == {"resident": "the measurement failed: RuntimeError: broken"}
-    assert reports["start-up"]["figures"] == {"--help": {"value": 0.1}}
+    assert reports["start-up"]["figures"]["--help"]["value"] == 0.1
     assert reports["start-up"]["reasons"]["info"] == "not part of this run"
     assert "the measurement failed: RuntimeError: broken" in page
     assert "RuntimeError: broken" in capsys.readouterr().err
+
+
+def test_runs_at_several_lengths_are_joined_and_bring_along_what_they_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(length: str) -> dict[str, Outcome]:
+        details = {"lengths": {length: {"sides": {}}}}
+        return {
+            name: Outcome({length: {"value": 4.0}}, details=details) for name in ("mixing-torch", "mixing-accuracy")
+        }
+
+    output = tmp_path / "results"
+    run(monkeypatch, output, lambda measure: found("512"), "mixing-accuracy", "--at", "512")
+    _, reports, _ = run(monkeypatch, output, lambda measure: found("2048"), "mixing-accuracy", "--at", "2048")
+    assert set(reports) == {"mixing-torch", "mixing-accuracy"}
+    assert set(reports["mixing-accuracy"]["figures"]) == {"512", "2048"}
+    assert set(reports["mixing-accuracy"]["details"]["lengths"]) == {"512", "2048"}
+    assert set(reports["mixing-accuracy"]["reasons"]) == {"8192", "32768", "65536"}
+    other = json.loads((output / "mixing-accuracy.json").read_text(encoding="utf-8"))
+    other["environment"]["processor"] = "another one"
+    (output / "mixing-accuracy.json").write_text(json.dumps(other))
+    _, reports, _ = run(monkeypatch, output, lambda measure: found("8192"), "mixing-accuracy", "--at", "8192")
+    assert set(reports["mixing-accuracy"]["figures"]) == {"8192"}  # never figures of two machines in one table
 
 
 def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from caracal_runtimes.errors import BundleError
-from caracal_runtimes.manifest import Manifest, safe_name
+from caracal_runtimes.manifest import PRECISIONS, Manifest, safe_name
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -72,12 +72,14 @@ VALID: dict[str, Any] = {
     "producer": {"torch": "2"},
     "source": {"name": "x"},
     "verification": {"verdict": "PASSED"},
+    "quantization": None,
 }
 
 Keys = tuple[str | int, ...]
 OPTIONAL: set[Keys] = {
     ("tokenizer",),
     ("verification",),
+    ("quantization",),
     ("config", "bos_token_id"),
     ("config", "eos_token_id"),
     ("golden", "text"),
@@ -297,6 +299,79 @@ class TestMalformed:
         member = f"{json.dumps(key)}: {json.dumps(data[key])}"
         start = text.index("{" + member)
         refused(text[: start + 1] + member + ", " + text[start + 1 :], re.escape(key))
+
+
+QUANTIZATION: dict[str, Any] = {
+    "parameters": 1234,
+    "weights": {"a.weight": "int4", "b.weight": "int8"},
+    "block_size": 32,
+    "source": HASH,
+}
+
+
+def quantized(path: Keys = (), value: Any = None, precision: str = "int4") -> str:
+    """The text of a valid manifest of a bundle in fewer bits, with one value of what it says of them replaced."""
+    data = copy.deepcopy({**VALID, "precision": precision, "quantization": QUANTIZATION})
+    if path:
+        at(data["quantization"], path[:-1])[path[-1]] = value
+    return json.dumps(data)
+
+
+class TestQuantization:
+    @pytest.mark.parametrize("precision", PRECISIONS[1:])
+    def test_written_and_read_again(self, precision: str) -> None:
+        manifest = Manifest.from_json(quantized(precision=precision))
+        assert json.loads(manifest.to_json()) == json.loads(quantized(precision=precision))
+        assert Manifest.from_json(manifest.to_json()) == manifest
+        found = manifest.quantization
+        assert found is not None
+        assert (manifest.precision, found.parameters, found.block_size, found.source) == (precision, 1234, 32, HASH)
+        assert found.weights == QUANTIZATION["weights"]
+
+    def test_a_block_size_may_be_null_or_absent(self) -> None:
+        absent = json.loads(quantized())
+        del absent["quantization"]["block_size"]
+        for text in (quantized(("block_size",)), json.dumps(absent)):
+            found = Manifest.from_json(text).quantization
+            assert found is not None
+            assert found.block_size is None
+
+    @pytest.mark.parametrize("precision", ["", "int3", "INT8", "float64", "float"])
+    def test_an_unknown_precision(self, precision: str) -> None:
+        refused(
+            quantized(precision=precision),
+            rf"manifest\.precision must be one of float32, float16, bfloat16, int8, int4, found {precision!r}",
+        )
+
+    def test_it_goes_with_every_precision_but_float32(self) -> None:
+        message = r"manifest\.quantization must be there for every precision but float32, and precision is"
+        refused(quantized(precision="float32"), f"{message} float32")
+        for precision in PRECISIONS[1:]:
+            refused(replaced(("precision",), precision), f"{message} {precision}")
+
+    @pytest.mark.parametrize("key", ["parameters", "weights", "source"])
+    def test_missing(self, key: str) -> None:
+        data = json.loads(quantized())
+        del data["quantization"][key]
+        refused(json.dumps(data), rf"manifest\.quantization\.{key} is missing")
+
+    @pytest.mark.parametrize(
+        ("path", "wrong"),
+        [
+            (("parameters",), [None, True, 0, -1, 1.5, "1", 2**63]),
+            (("block_size",), [True, 0, -1, 1.5, "32", [], 2**63]),
+            (("source",), [None, 1, "", HASH[:-1], HASH.upper(), []]),
+            (("weights",), [None, [], "a", 1]),
+            (("weights", "a.weight"), [None, 1, "", "float32", "int3", "INT8", []]),
+        ],
+    )
+    def test_values_that_are_none(self, path: Keys, wrong: list[Any]) -> None:
+        for value in wrong:
+            refused(quantized(path, value), re.escape("manifest.quantization." + ".".join(map(str, path))))
+
+    @pytest.mark.parametrize("value", [True, 1, "int8", []])
+    def test_no_object(self, value: Any) -> None:
+        refused(json.dumps({**VALID, "precision": "int8", "quantization": value}), r"manifest\.quantization must be")
 
 
 BAD_NAMES = [

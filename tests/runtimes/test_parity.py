@@ -15,10 +15,11 @@ from caracal_runtimes.errors import InputError, NotRunError
 from caracal_runtimes.manifest import GRAPHS
 from caracal_runtimes.metrics import compare_logits
 from caracal_runtimes.model import CausalLM
-from caracal_runtimes.parity import run_parity
+from caracal_runtimes.parity import _run_greedy, run_parity
 from caracal_runtimes.parity_report import CaseResult, GreedyResult, ParityReport, ProviderReport
 from caracal_runtimes.providers.ort import OrtSession
 from caracal_runtimes.report import parity_table, verdict_line
+from caracal_runtimes.sampling import SamplingOptions
 from caracal_runtimes.session import Misplaced, Placement
 from caracal_runtimes.tolerances import TOLERANCES
 
@@ -316,6 +317,70 @@ class TestGreedy:
         report = check(copy.open(), "PASSED", 0)
         assert (self.result(report).agreeing, self.result(report).new_tokens) == (3, 128)
         assert "parts at token 3 on a near tie (margin 9.9e-05)" in parity_table(report)
+
+    def ties(self, copy: Any, count: int, margin: float = 0.0) -> GreedyResult:
+        """The result where the first tokens were recorded as others, each on a near tie."""
+
+        def change(tensors: dict[str, Any]) -> None:
+            margins = tensors[f"{FROM_START}/margins"].astype(np.float64)
+            margins[:count] = margin
+            tensors[f"{FROM_START}/margins"] = margins
+            for at in range(count):
+                given = [
+                    *tensors[f"{FROM_START}/prompt"].tolist(),
+                    *tensors[f"{FROM_START}/continuation"][:at].tolist(),
+                ]
+                best = int(model.forward([given], [[len(given) - 1]])[0, 0].argmax())
+                tensors[f"{FROM_START}/continuation"][at] = (best + 1) % 320
+            # What follows is the reference's own, behind what it is given.
+            prompt = [
+                *tensors[f"{FROM_START}/prompt"].tolist(),
+                *tensors[f"{FROM_START}/continuation"][:count].tolist(),
+            ]
+            (after,) = model.generate(
+                prompt, max_new_tokens=128 - count, options=SamplingOptions(temperature=0), stop_ids=()
+            )
+            tensors[f"{FROM_START}/continuation"][count:] = after.ids
+
+        model = copy.model()
+        copy.edit_golden(change)
+        return self.alone(copy)
+
+    def alone(self, copy: Any) -> GreedyResult:
+        bundle = copy.open()
+        golden = next(each for each in bundle.manifest.golden.greedy if each.name == FROM_START)
+        return _run_greedy(bundle, bundle.model(threads=1), golden, STRICT)
+
+    @pytest.mark.parametrize("count", [1, 8])
+    def test_behind_near_ties_at_the_start_there_is_something_to_compare(self, copy: Any, count: int) -> None:
+        """The reference's own tokens are put behind the prompt, as few as that takes."""
+        result = self.ties(copy, count)
+        assert (result.verdict, result.agreeing) == ("PASSED", 128 - count)
+        assert result.reason == f"after {count} of the reference's, where it parts on near ties, all agree"
+
+    def test_not_more_than_a_few_are_given(self, copy: Any) -> None:
+        result = self.ties(copy, 9)
+        assert (result.verdict, result.agreeing) == ("NOT RUN", 0)
+        assert result.reason == (
+            "after 8 of the reference's, where it parts on near ties, parts at the first token on a near tie (margin "
+            "0.0e+00): nothing to compare"
+        )
+
+    def test_a_wrong_token_behind_a_near_tie_fails(self, copy: Any) -> None:
+        self.ties(copy, 1)
+        copy.edit_golden(
+            lambda tensors: (
+                tensors[f"{FROM_START}/margins"].__setitem__(slice(1, None), 1.0),
+                tensors[f"{FROM_START}/continuation"].__setitem__(
+                    5, (tensors[f"{FROM_START}/continuation"][5] + 1) % 320
+                ),
+            )
+        )
+        result = self.alone(copy)
+        assert (result.verdict, result.agreeing) == ("FAILED", 4)
+        assert result.reason == (
+            "after 1 of the reference's, where it parts on near ties, parts from the reference at token 5"
+        )
 
     def test_a_near_tie_elsewhere_excuses_nothing(self, copy: Any) -> None:
         self.change(copy, 1.0)

@@ -13,9 +13,12 @@ import pytest
 import safetensors.numpy
 from caracal_runtimes.errors import BundleError
 from caracal_runtimes.safetensors_file import (
+    STORED_AS,
     SafetensorsFile,
     SafetensorsFiles,
     header_bytes,
+    widen_bfloat16,
+    width_of,
     write_safetensors,
 )
 from hypothesis import HealthCheck, example, given, settings
@@ -101,6 +104,28 @@ class TestReading:
         assert isinstance(got["b"], np.ndarray)
         np.testing.assert_array_equal(got["b"], np.float32(3.140625), strict=True)
         np.testing.assert_array_equal(got["c"], np.zeros(0, np.float32), strict=True)
+
+    def test_bfloat16_as_it_is_stored(self, tmp_path: Path) -> None:
+        bits = np.array([[0x3F80, 0x8000, 0x7FC1], [0x0001, 0xFF80, 0x4049]], np.uint16)
+        header = {"a": entry("BF16", [2, 3], [0, 12]), "b": entry("F16", [2], [12, 16])}
+        path = write(tmp_path, header, bits.tobytes() + np.float16([1.5, -2]).tobytes())
+        for file in (SafetensorsFile.open(path), SafetensorsFiles.open([path])):
+            np.testing.assert_array_equal(file.stored("a"), bits, strict=True)
+            np.testing.assert_array_equal(file.stored("b"), np.float16([1.5, -2]), strict=True)
+            np.testing.assert_array_equal(file.tensor("b"), file.stored("b"), strict=True)
+            np.testing.assert_array_equal(file.tensor("a"), widen_bfloat16(bits), strict=True)
+            with pytest.raises(BundleError, match="no tensor 'c'"):
+                file.stored("c")
+
+    def test_every_bfloat16_is_widened_to_its_own_bits(self) -> None:
+        bits = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
+        wide = widen_bfloat16(bits.T)  # not in the order of memory
+        assert (wide.dtype, wide.shape) == (np.float32, (256, 256))
+        np.testing.assert_array_equal(wide.view(np.uint32), bits.T.astype(np.uint32) << 16)
+
+    @pytest.mark.parametrize("dtype", sorted(STORED_AS))
+    def test_widths(self, dtype: str) -> None:
+        assert width_of(dtype) == np.dtype(STORED_AS[dtype]).itemsize
 
     def test_positions_count_from_the_start_of_the_file(self, tmp_path: Path) -> None:
         """ONNX external data needs them so."""

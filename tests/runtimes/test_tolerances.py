@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from caracal_runtimes.errors import InputError
+from caracal_runtimes.manifest import PRECISIONS
 from caracal_runtimes.providers import all_providers, provider
 from caracal_runtimes.tolerances import TOLERANCES, Tolerance, tolerance_for
 
@@ -62,7 +63,14 @@ def test_the_documentation_has_the_same_table() -> None:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 8 and re.fullmatch(r"\d[\d.e-]*", cells[2]):
             found[cells[0], cells[1]] = Tolerance(*map(float, cells[2:]))
-    assert found == TOLERANCES
+    assert found == {key: limit for key, limit in TOLERANCES.items() if key[1] == "float32" or key[0] == "strict"}
+
+
+@pytest.mark.parametrize("level", ["close", "half"])
+def test_what_a_level_allows_comes_on_top_of_the_precision(level: str) -> None:
+    for precision in PRECISIONS[1:]:
+        of_both = zip(astuple(TOLERANCES["strict", precision]), astuple(TOLERANCES[level, "float32"]), strict=True)
+        assert astuple(TOLERANCES[level, precision]) == pytest.approx([a + b for a, b in of_both])
 
 
 # What the reference itself rounds

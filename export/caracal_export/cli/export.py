@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from caracal_runtimes.cli.progress import ProgressLine
 from caracal_runtimes.errors import InputError
 
 from caracal_export.cli.checkpoint_arguments import CHECKPOINT_HELP, add_checkpoint_arguments, open_from
 from caracal_export.cli.precision_arguments import add_precision_arguments, mixed_lines, precision_from
+
+if TYPE_CHECKING:
+    from caracal_export.precision.plan import Precision
 
 HELP = "checkpoint to ONNX bundle, verified"
 
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     precision = precision_from(args)
     limit = None if args.max_shard_size is None else parse_size(args.max_shard_size, "--max-shard-size")
     if args.dry_run:
-        return _dry_run(args, limit)
+        return _dry_run(args, limit, precision)
     if given := [flag for flag in ("batch", "length") if getattr(args, flag) is not None]:
         raise InputError(f"--{given[0]} is about --dry-run; an exported graph takes any batch and length")
     if args.output is None:
@@ -95,12 +99,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _dry_run(args: argparse.Namespace, limit: int | None) -> int:
+def _dry_run(args: argparse.Namespace, limit: int | None, precision: Precision) -> int:
     from caracal_export.dry_run import dry_run, dry_run_lines
 
     if given := [flag for flag in ("overwrite", "no_verify") if getattr(args, flag)]:
         raise InputError(
             f"--dry-run writes nothing, so --{given[0].replace('_', '-')} means nothing; leave one of them out"
+        )
+    if args.max_kl is not None:
+        raise InputError(
+            "--dry-run reads no weight, so --max-kl, which measures them, means nothing; leave one of them out"
         )
     checkpoint = open_from(args, args.checkpoint)
     with ProgressLine() as progress:
@@ -109,6 +117,7 @@ def _dry_run(args: argparse.Namespace, limit: int | None) -> int:
             mixing=args.mixing,
             opset=args.opset,
             max_shard_size=limit,
+            precision=precision,
             batch=1 if args.batch is None else args.batch,
             length=1024 if args.length is None else args.length,
             progress=progress,

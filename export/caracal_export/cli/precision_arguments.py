@@ -28,7 +28,7 @@ def add_precision_arguments(parser: argparse.ArgumentParser) -> None:
 
 def precision_from(args: argparse.Namespace) -> Precision:
     """What was asked for. Raises InputError for arguments that mean nothing together."""
-    from caracal_export.precision.plan import Precision
+    from caracal_export.precision.plan import Precision, check_bound
 
     given = {"block": args.block_size, "operator": args.int4_operator, "keep": tuple(args.keep) or None}
     precision = Precision.parse(args.precision, **{key: value for key, value in given.items() if value is not None})
@@ -38,6 +38,8 @@ def precision_from(args: argparse.Namespace) -> Precision:
     for flag, value in (("--keep", args.keep or None), ("--max-kl", args.max_kl)):
         if value is not None and precision.name == "float32":
             raise InputError(f"{flag} is about weights in fewer bits; choose them with --precision")
+    if args.max_kl is not None:
+        check_bound(args.max_kl)
     if args.calibration is not None and args.max_kl is None:
         raise InputError("--calibration is the text for --max-kl; give both, or leave it out")
     return precision

@@ -36,13 +36,13 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     from caracal_export.cli.require import require_quantize_packages
 
-    precision = precision_from(args)
     require_quantize_packages()
     from pathlib import Path
 
     from caracal_runtimes.cli.arguments import read_text
     from caracal_runtimes.cli.opening import open_bundle
     from caracal_runtimes.report import parity_output
+    from caracal_runtimes.session import check_threads
     from caracal_runtimes.sizes import format_bytes, parse_size
 
     from caracal_export.errors import VerificationError
@@ -50,8 +50,12 @@ def run(args: argparse.Namespace) -> int:
     from caracal_export.precision.mixing_precisions import choose_higher
     from caracal_export.precision.quantizing import check_source, quantize_bundle
     from caracal_export.staging import BUNDLE, check_target
+    from caracal_export.weight_files import check_shard_size
 
+    precision = precision_from(args)
+    check_threads(args.threads)
     limit = None if args.max_shard_size is None else parse_size(args.max_shard_size, "--max-shard-size")
+    check_shard_size(limit)
     check_target(BUNDLE, Path(args.output), overwrite=args.overwrite)
     text = None if args.calibration is None else read_text(args.calibration)
     bundle = open_bundle(args)

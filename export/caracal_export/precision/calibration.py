@@ -18,13 +18,15 @@ def calibration_ids(bundle: Bundle, text: str | None) -> list[int]:
         text: the caller's; None for the passage.
 
     Raises:
-        InputError: there is no passage since the bundle has no tokenizer, or the text has too few tokens.
+        InputError: the bundle has no passage, as one without a tokenizer, or the text has too few tokens.
         BundleError: the bundle has no tokenizer to read the text.
     """
     if text is not None:
         ids = list(encode_text(bundle.tokenizer(), text[: 16 * TOKENS]).ids)
     elif bundle.manifest.golden.text is not None:
         ids = np.asarray(bundle.golden().tensor(f"{bundle.manifest.golden.text.name}/ids")).tolist()
+    elif bundle.manifest.tokenizer is not None:
+        raise InputError("calibration: the bundle has no recorded passage; give a text of your own with --calibration")
     else:
         raise InputError(
             "calibration: the bundle has no recorded passage, since it has no tokenizer; name weights with --keep instead"

@@ -35,7 +35,8 @@ class Format(ABC):
     """One way to store a weight."""
 
     name: ClassVar[str]
-    #: Relative L2 of a weight beyond which the format does not fit it: a few values are far larger than all others.
+    #: Relative L2 of a weight beyond which the format does not fit it: a few values are far larger than all others, or all
+    #: are too small.
     most_error: ClassVar[float]
 
     @abstractmethod
@@ -74,6 +75,7 @@ class Float16(Format):
         return {"": ("F16", shape)}
 
     def scales(self, weight: Floats) -> None:  # noqa: D102
+        _check_finite(weight)
         most = float(np.abs(weight).max(initial=0.0))
         if most > _HALF_MOST:
             raise InputError(f"float16 ends at {_HALF_MOST:g}, found {most:.3g}; use bfloat16")
@@ -97,6 +99,7 @@ class BFloat16(Format):
         return {"": ("BF16", shape)}
 
     def scales(self, weight: Floats) -> None:  # noqa: D102
+        _check_finite(weight)
         if not np.isfinite(widen_bfloat16(self.codes(weight, None))).all():
             raise InputError("bfloat16 ends at 3.39e38, found more; scale the weights down")
 
@@ -126,6 +129,7 @@ class Int8(Format):
         return {"": ("I8", shape), SCALE: ("F32", (rows, 1) if self.by_row else (columns,))}
 
     def scales(self, weight: Floats) -> Floats:  # noqa: D102
+        _check_finite(weight)
         most = np.abs(weight).max(axis=1 if self.by_row else 0, keepdims=self.by_row) / np.float32(_INT8_MOST)
         return _nonzero(most)
 
@@ -168,16 +172,18 @@ class Int4(Format):
         return super().seen_as(shape) if self.nbits else ("I4", shape)
 
     def scales(self, weight: Floats) -> Floats:  # noqa: D102
+        _check_finite(weight)
         values = self._blocks(weight)  # (blocks, block, out)
         most = np.abs(values).max(axis=1)
+        units = values / _nonzero(most)[:, None]  # whose squares are neither too large nor too small for a float32
         best = np.full(most.shape, np.inf, np.float32)
-        found = np.ones(most.shape, np.float32)
+        found = np.zeros(most.shape, np.float32)
         for part in _SHRINK:
-            scale = _nonzero(most * np.float32(part / _INT4_MOST))[:, None]
-            error = np.square(np.clip(np.rint(values / scale), _INT4_LEAST, _INT4_MOST) * scale - values).sum(axis=1)
+            step = np.float32(part / _INT4_MOST)
+            error = np.square(np.clip(np.rint(units / step), _INT4_LEAST, _INT4_MOST) * step - units).sum(axis=1)
             better = error < best
-            best, found = np.where(better, error, best), np.where(better, scale[:, 0], found)
-        scales = found.astype(np.float32)
+            best, found = np.where(better, error, best), np.where(better, step, found)
+        scales = _nonzero(most * found)
         return np.ascontiguousarray(scales.T) if self.nbits else scales
 
     def codes(self, weight: Floats, scales: Floats | None) -> NDArray[Any]:  # noqa: D102
@@ -207,6 +213,11 @@ class Int4(Format):
         rows, columns = weight.shape
         padded = np.pad(weight, ((0, -rows % self.block), (0, 0)))
         return padded.reshape(-1, self.block, columns)
+
+
+def _check_finite(weight: Floats) -> None:
+    if not np.isfinite(weight).all():
+        raise InputError("it has NaN or infinite values; export it from a checkpoint that has none")
 
 
 def _nonzero(scales: Floats) -> Floats:

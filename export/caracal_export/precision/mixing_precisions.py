@@ -12,8 +12,9 @@ import onnx_ir as ir
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.parity import Progress
+from caracal_runtimes.session import check_threads
 
-from caracal_export.precision.plan import Precision, plan, roles_of
+from caracal_export.precision.plan import Precision, check_bound, plan, roles_of
 from caracal_export.precision.quantizing import write_quantized
 from caracal_export.precision.sensitivity import Sensitivity, divergence, enough, measure
 
@@ -59,26 +60,34 @@ def choose_higher(
         progress: called with what is being done, done and total.
 
     Raises:
-        InputError: a bound that is no positive number, or that is missed even where every weight keeps more.
+        InputError: a bound that is no positive number, or that is missed unless every weight keeps more.
     """
-    if not (isinstance(bound, float) and 0 < bound < math.inf):
-        raise InputError(f"--max-kl: expected a number of nats above 0, such as 0.01, found {bound!r:.40}")
+    check_bound(bound)
+    check_threads(threads)
     report = progress or (lambda what, done, total: None)
     models = [ir.load(bundle.file(graph.file)) for graph in bundle.manifest.graphs.values()]
     shapes = {name: file.entries[name].shape for name, file in bundle.weights().holders.items()}
-    planned = plan(precision, roles_of(models), shapes)
+    roles = roles_of(models)
+    planned = plan(precision, roles, shapes)
+    # Beside int4, a table of which rows are taken is int8 in any case.
+    raised = set(plan(precision, roles, shapes, higher=roles)) if precision.name == "int4" else set()
+    numbers = {each.weight: math.prod(each.shape) for each in planned if each not in raised}
     sensitivities = measure(bundle, planned, ids, threads=threads, progress=progress)
-    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
     target, higher, kl = bound, list[str](), math.inf
     for number in range(_ROUNDS):
         report("measuring the precisions together", number, _ROUNDS)
-        higher = enough(sensitivities, target, numbers)
+        higher = enough(sensitivities, target if number < _ROUNDS - 1 else 0.0, numbers)
+        if len(higher) == len(numbers) and not raised:
+            raise InputError(
+                f"--max-kl {bound:g}: all {len(numbers)} weights would have to stay float32; allow more, or choose another "
+                f"precision"
+            )
         with tempfile.TemporaryDirectory() as folder:
             write_quantized(bundle, Path(folder), precision, higher=higher, verify=False)
             kl = divergence(bundle, Bundle.open(folder, check_hashes=False), ids, threads=threads)
         if kl <= bound:
             return Mixed(tuple(higher), kl, bound, len(ids), tuple(sensitivities))
-        if len(higher) == len(sensitivities):
+        if len(higher) == len(numbers):
             break
         target *= min(0.5, bound / kl)
     raise InputError(

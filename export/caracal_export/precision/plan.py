@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -57,6 +58,12 @@ class Precision:
         return cls(_SHORT.get(plain, plain), **options)  # type: ignore[arg-type]
 
 
+def check_bound(bound: object) -> None:
+    """Refuses a bound on KL that is no positive number. Raises InputError."""
+    if not (isinstance(bound, float) and 0 < bound < math.inf):
+        raise InputError(f"--max-kl: expected a number of nats above 0, such as 0.01, found {bound!r:.40}")
+
+
 @dataclass(frozen=True)
 class Planned:
     """A tensor that a quantized bundle stores in another format.
@@ -97,7 +104,8 @@ def role_of(node: ir.Node, place: int, value: ir.Value) -> str:
         return PRODUCT if rank == 2 else GROUPED
     if node.op_type == "Gemm" and place == 1 and rank == 2 and len(node.inputs) == 2:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-        if attributes.pop("transB", 0) == 1 and all(attributes.get(name, 1.0) == 1.0 for name in ("alpha", "beta")):
+        turned = (attributes.pop("transA", 0), attributes.pop("transB", 0))
+        if turned == (0, 1) and all(attributes.get(name, 1.0) == 1.0 for name in ("alpha", "beta")):
             return HEAD
     if node.op_type == "Gather" and place == 0 and rank == 2 and node.attributes.get_int("axis", 0) == 0:
         return EMBEDDING
@@ -119,7 +127,7 @@ def plan(
         higher: weights that get the next higher precision: int8 where int4 was asked for, else float32.
 
     Raises:
-        InputError: a pattern of `keep` fits no weight that would be stored otherwise.
+        InputError: a pattern of `keep` fits no weight that would be stored otherwise, or the patterns leave none.
     """
     found = []
     unused = set(precision.keep)
@@ -135,6 +143,8 @@ def plan(
             f"--keep: {min(unused)!r:.80} fits no weight that {precision.name} would change; weights are called like "
             f"{', '.join(sorted(name for name in roles if PRODUCT in roles[name])[:2])}"
         )
+    if precision.name != "float32" and not found:
+        raise InputError(f"--keep leaves no weight to store as {precision.name}; keep fewer of them")
     return found
 
 
@@ -148,7 +158,7 @@ def _planned(
         return [Planned(name, name, half(), role, shape) for role in sorted(roles)]
     found = []
     whole = Int8() if precision.name == "int8" or higher else Int4(precision.block, precision.operator == "MatMulNBits")
-    for role in roles:
+    for role in sorted(roles):
         if role == PRODUCT:
             found.append(Planned(name, name, whole, role, shape))
         elif role == EMBEDDING:

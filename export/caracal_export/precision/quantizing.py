@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ from caracal_runtimes.session import check_threads
 from caracal_runtimes.sizes import Bytes
 from numpy.typing import NDArray
 
-from caracal import CaracalConfig
+from caracal.config import CaracalConfig
 from caracal_export.assembling import summary, with_files
 from caracal_export.card import model_card
 from caracal_export.errors import VerificationError
 from caracal_export.graph_files import check_graph, describe_graph, refer_to_weights
 from caracal_export.opsets import retarget
-from caracal_export.precision.formats import SCALE, Floats, Int4
+from caracal_export.precision.checking import Use, check_uses, uses_of
+from caracal_export.precision.formats import SCALE, Floats
 from caracal_export.precision.plan import Planned, Precision, plan, roles_of
-from caracal_export.precision.rewriting import BLOCKED_OPSET, rewrite
+from caracal_export.precision.rewriting import BLOCKED_OPSET, needs_blocks, rewrite
 from caracal_export.proving import prove
 from caracal_export.staging import BUNDLE, check_target, staged_folder
 from caracal_export.weight_files import check_shard_size, plan_files, write_files
@@ -116,15 +117,13 @@ def write_quantized(
     files = plan_files(stored.heads, max_shard_size)
     write_files(files, stored.read, stage, lambda done, total: report("writing the weights", Bytes(done), Bytes(total)))
     graphs: dict[str, GraphSpec] = {}
+    uses: dict[Path, list[Use]] = {}
     for name, model in models.items():
         before = manifest.graphs[name]
-        opset = before.opset
+        uses[stage / before.file] = uses_of(model, planned)
+        model = rewritten(model, planned)
+        opset = model.graph.opset_imports[""]
         if model.graph.initializers:
-            if opset < BLOCKED_OPSET and any(
-                isinstance(each.format, Int4) and not each.format.nbits for each in planned
-            ):
-                model, opset = retarget(model, BLOCKED_OPSET), BLOCKED_OPSET
-            rewrite(model, planned)
             refer_to_weights(model, files, stage)
         ir.save(model, stage / before.file)
         check_graph(stage / before.file)
@@ -152,12 +151,24 @@ def write_quantized(
         report("comparing weights", 0, 1)
         opened = Bundle.open(stage)
         compare_stored(source, opened.weights(), planned)
+        report("comparing products", 0, 1)
+        check_uses(uses, opened.weights())
         proof = prove(opened, threads=threads, progress=report)
     card = model_card(CaracalConfig.from_dict(manifest.config), bundle.parameters(), quantized, proof)
     (stage / "README.md").write_text(card, encoding="utf-8")
     quantized = replace(quantized, verification=None if proof is None else summary(proof))
     (stage / MANIFEST_FILE).write_text(with_files(quantized, stage).to_json(), encoding="utf-8")
     return proof
+
+
+def rewritten(model: ir.Model, planned: Sequence[Planned]) -> ir.Model:
+    """A graph that reads planned weights, of a later opset where they need one; without weights it stays what it is."""
+    if not model.graph.initializers:
+        return model
+    if needs_blocks(planned) and model.graph.opset_imports[""] < BLOCKED_OPSET:
+        model = retarget(model, BLOCKED_OPSET)
+    rewrite(model, planned)
+    return model
 
 
 def check_source(bundle: Bundle, precision: Precision) -> None:
@@ -183,17 +194,12 @@ class StoredWeights:
 
     def __init__(self, source: SafetensorsFiles, planned: Sequence[Planned]) -> None:
         self._source = source
-        changed = {each.weight for each in planned}
-        self.heads: dict[str, TensorHead] = {
-            name: ("F32", file.entries[name].shape) for name, file in source.holders.items() if name not in changed
+        self.heads = stored_heads({name: file.entries[name].shape for name, file in source.holders.items()}, planned)
+        self._made = {
+            each.stored_as + ending: (each, ending) for each in planned for ending in each.format.heads(each.shape)
         }
-        self.copied = tuple(self.heads)
-        self._made: dict[str, tuple[Planned, str]] = {}
+        self.copied = tuple(name for name in self.heads if name not in self._made)
         self._scales: dict[str, Floats | None] = {}
-        for each in planned:
-            for ending, head in each.format.heads(each.shape).items():
-                self.heads[each.stored_as + ending] = head
-                self._made[each.stored_as + ending] = (each, ending)
 
     def read(self, name: str) -> NDArray[Any]:
         """One tensor as it is stored. Raises InputError for values that its format does not have."""
@@ -211,6 +217,20 @@ class StoredWeights:
             assert scales is not None
             return scales
         return planned.format.codes(weight, scales)
+
+
+def stored_heads(shapes: Mapping[str, tuple[int, ...]], planned: Sequence[Planned]) -> dict[str, TensorHead]:
+    """Dtype and shape of every tensor that is stored, by name.
+
+    Args:
+        shapes: of the float32 weights.
+        planned: what of them is stored otherwise.
+    """
+    changed = {each.weight for each in planned}
+    heads: dict[str, TensorHead] = {name: ("F32", shape) for name, shape in shapes.items() if name not in changed}
+    for each in planned:
+        heads |= {each.stored_as + ending: head for ending, head in each.format.heads(each.shape).items()}
+    return heads
 
 
 def matrix(source: SafetensorsFiles, planned: Planned) -> Floats:
@@ -236,15 +256,20 @@ def compare_stored(source: SafetensorsFiles, stored: SafetensorsFiles, planned: 
     for each in planned:
         weight = matrix(source, each)
         tensors = {ending: stored.stored(each.stored_as + ending) for ending in each.format.heads(each.shape)}
-        if not np.array_equal(tensors[""], each.format.codes(weight, tensors.get(SCALE))):
-            raise VerificationError(f"quantize: {each.stored_as} is not what {each.weight} is as {each.format.name}")
+        scales = each.format.scales(weight)
+        right = {"": each.format.codes(weight, scales), **({} if scales is None else {SCALE: scales})}
+        for ending, tensor in right.items():
+            if not np.array_equal(tensors[ending], tensor):
+                raise VerificationError(
+                    f"quantize: {each.stored_as}{ending} is not what {each.weight} has as {each.format.name}"
+                )
         dense = each.format.dense(tensors, each.shape)
         off = float(np.linalg.norm(dense - weight)) / (float(np.linalg.norm(weight)) or 1.0)
         if not off <= each.format.most_error:
             raise VerificationError(
                 f"quantize: {each.weight} as {each.format.name} is {off:.1e} from itself (relative L2, at most "
-                f"{each.format.most_error:.0e}), since a few of its values are far larger than all others; keep it in float32: "
-                f"--keep {each.weight}"
+                f"{each.format.most_error:.0e}): its values differ too much in size, or are too small; keep it in float32: --keep "
+                f"{each.weight}"
             )
     for name in expected.copied:
         if not np.array_equal(stored.stored(name), source.stored(name)):

@@ -9,7 +9,7 @@ tokens and on the other rows of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ _MICROSOFT = "com.microsoft"
 BLOCKED_OPSET = 21
 
 
-def rewrite(model: ir.Model, planned: list[Planned]) -> None:
+def rewrite(model: ir.Model, planned: Sequence[Planned]) -> None:
     """Makes a graph read planned weights, in place. Their data is left to `graph_files.refer_to_weights`.
 
     Args:
@@ -42,8 +42,7 @@ def rewrite(model: ir.Model, planned: list[Planned]) -> None:
         InputError: the graph's opset does not have what the plan needs.
     """
     chosen = {(each.weight, each.role): each for each in planned}
-    standard = any(isinstance(each.format, Int4) and not each.format.nbits for each in planned)
-    if standard and model.graph.opset_imports[""] < BLOCKED_OPSET:
+    if needs_blocks(planned) and model.graph.opset_imports[""] < BLOCKED_OPSET:
         raise InputError(
             f"int4 needs opset {BLOCKED_OPSET}, found {model.graph.opset_imports['']}; or choose --int4-operator MatMulNBits"
         )
@@ -60,6 +59,11 @@ def rewrite(model: ir.Model, planned: list[Planned]) -> None:
             del model.graph.initializers[name]
 
 
+def needs_blocks(planned: Sequence[Planned]) -> bool:
+    """Whether graphs that read these weights need `BLOCKED_OPSET`."""
+    return any(isinstance(each.format, Int4) and not each.format.nbits for each in planned)
+
+
 class _Graph:
     """A graph under change. What several products need of the same activations is computed once."""
 
@@ -67,7 +71,9 @@ class _Graph:
         self.graph = model.graph
         self.originals = dict(model.graph.initializers)
         self._made: dict[tuple[str, int], tuple[ir.Value, ...]] = {}
-        self._taken = {value.name for node in model.graph for value in node.outputs}
+        # A node may be called what no value is: one that makes an output of the graph.
+        self._taken = {node.name for node in model.graph}
+        self._taken |= {value.name for node in model.graph for value in node.outputs}
 
     def replace(self, node: ir.Node, planned: Planned) -> None:
         """Puts nodes that read the stored form in a node's place."""
@@ -130,14 +136,21 @@ class _Graph:
         return self._add(node, "Mul", [y, self._add(node, "Mul", [most, self._step()])])
 
     def _quantized(self, node: ir.Node, x: ir.Value) -> tuple[ir.Value, ...]:
-        """Activations [..., in] as bytes, and each row's largest absolute value [..., 1]."""
+        """Activations [..., in] as bytes, and each row's largest absolute value [..., 1]; NaN for a row that is not finite.
+
+        A byte has no NaN, and a maximum may pass over one: only a sum is sure to keep it. Zero times the row's sum is added
+        to its factor, so that what was no number does not become one.
+        """
+        last = self._constant("last_axis", np.array([-1]))
         sizes = self._add(node, "Abs", [x])
         if self.graph.opset_imports[""] < 18:
             most = self._add(node, "ReduceMax", [sizes], axes=[-1], keepdims=1)
         else:
-            most = self._add(node, "ReduceMax", [sizes, self._constant("last_axis", np.array([-1]))], keepdims=1)
-        least = self._constant("least_row", np.array(_LEAST_ROW, np.float32))
-        most = self._add(node, "Max", [most, least])
+            most = self._add(node, "ReduceMax", [sizes, last], keepdims=1)
+        most = self._add(node, "Max", [most, self._constant("least_row", np.array(_LEAST_ROW, np.float32))])
+        total = self._add(node, "ReduceSum", [sizes, last], keepdims=1)
+        odd = self._add(node, "Mul", [total, self._constant("zero", np.array(0, np.float32))])
+        most = self._add(node, "Add", [most, odd])
         unit = self._add(node, "Div", [x, most])
         return self._add(node, "QuantizeLinear", [unit, self._step(), self._zero_point()]), most
 

@@ -86,11 +86,12 @@ def enough(sensitivities: Sequence[Sensitivity], bound: float, numbers: Mapping[
     Args:
         sensitivities: from `measure`.
         bound: on the sum, in nats.
-        numbers: how many numbers each weight has.
+        numbers: how many numbers each of the weights has that can be kept so; the others count in any case.
     """
     left = sum(each.kl for each in sensitivities)
     kept = []
-    for each in sorted(sensitivities, key=lambda each: (-each.kl / numbers[each.weight], each.weight)):
+    able = [each for each in sensitivities if each.weight in numbers]
+    for each in sorted(able, key=lambda each: (-each.kl / numbers[each.weight], each.weight)):
         if left <= bound:
             break
         kept.append(each.weight)
@@ -107,7 +108,8 @@ def divergence(bundle: Bundle, other: Bundle, ids: Sequence[int], *, threads: in
 def _divergence(reference: NDArray[np.float64], got: NDArray[np.float64]) -> float:
     if not np.isfinite(got).all():
         return float("inf")
-    return float((np.exp(reference) * (reference - got)).sum(axis=-1).mean())
+    # Rounding may leave a tiny negative, which counts as zero.
+    return max(float((np.exp(reference) * (reference - got)).sum(axis=-1).mean()), 0.0)
 
 
 class _Runner:

@@ -174,6 +174,8 @@ class OrtProvider(Provider):
     def _configure(self, options: Any, settings: Settings) -> list[Any] | None:
         ort = import_onnxruntime()
         self.prepare(options)
+        if not settings.fast:  # else products with int4 weights round what they are multiplied by to 8 bits
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         applied = self.applied(settings)
         if self._is_plugin():
             options.add_provider_for_devices(self._chosen(ort, settings), applied)
