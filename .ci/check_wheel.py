@@ -37,7 +37,21 @@ def main() -> None:
     problems += [f"unexpected: {n}" for n in names if n.endswith((".pyc", ".tmp")) or "/tests/" in n]
     if not any(n.endswith("licenses/LICENSE") for n in names):
         problems.append("missing: the licence")
-    for command in ("demo", "export", "info", "convert", "quantize", "sign", "verify", "providers", "generate", "score", "parity", "bisect", "bench"):
+    for command in (
+        "demo",
+        "export",
+        "info",
+        "convert",
+        "quantize",
+        "sign",
+        "verify",
+        "providers",
+        "generate",
+        "score",
+        "parity",
+        "bisect",
+        "bench",
+    ):
         if f"{command} = " not in entry_points:
             problems.append(f"missing entry point: {command}")
     for extra in (
