@@ -133,9 +133,9 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def _overlaid(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A tree of dictionaries over another one."""
+    """New details over old ones, length by length: sides of one length are always of one run."""
     both = {
-        name: _overlaid(old[name], value)
+        name: {**old[name], **value}
         for name, value in new.items()
         if isinstance(value, dict) and isinstance(old.get(name), dict)
     }

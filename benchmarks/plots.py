@@ -118,10 +118,9 @@ def _roofline(reports: Reports, axes: Any) -> bool:
 
 
 def _prefill(reports: Reports, axes: Any) -> bool:
-    entries: dict[str, dict[str, Any]] = {}
-    for row in ("prefill-plain-export", "prefill-torch-eager", "prefill-torch-compiled"):
-        for length, entry in reports.get(row, {}).get("details", {}).get("lengths", {}).items():
-            entries[length] = {**entry["sides"], **entries.get(length, {})}
+    # Of one file, so that all sides of a length are of one run.
+    details = reports.get("prefill-plain-export", {}).get("details", {})
+    entries = {length: entry["sides"] for length, entry in details.get("lengths", {}).items()}
     if entries:
         _by_length(entries, axes)
         _lengths(axes, "prompt, tokens", "ms, median")

@@ -219,7 +219,7 @@ ROWS: tuple[Row, ...] = (
         "PyTorch eager, cuFFT",
         _TIME,
         tuple(Target(length, 1.5, "<=") for length in ("2048", "8192", "32768")),
-        "cuda:measure",
+        "gpu:measure",
     ),
     Row(
         "cuda-dft",
@@ -227,6 +227,6 @@ ROWS: tuple[Row, ...] = (
         "the `dft` lowering in the same session settings, which falls back to the CPU",
         _FASTER,
         _at(100, "2048", "8192", "32768"),
-        "cuda:measure",
+        "gpu:measure",
     ),
 )
