@@ -236,6 +236,7 @@ def test_no_verify_claims_nothing(
     assert "PASSED" not in ran.out
 
 
+@pytest.mark.slow
 def test_dft_at_the_last_opset_passes(caracal: Callable[..., Ran], checkpoint: Path, tmp_path: Path) -> None:
     ran = caracal("export", checkpoint, "-o", tmp_path / "out", "--mixing", "dft", "--opset", "23", "--threads", "1")
     assert ran.code == 0

@@ -140,6 +140,7 @@ def test_shards_are_what_hugging_face_reads(
     assert torch.equal(load_checkpoint(tmp_path / "b").embed_tokens.weight, model.embed_tokens.weight)
 
 
+@pytest.mark.slow
 def test_a_bundle_gives_back_what_was_stored(
     caracal: Callable[..., Ran], random_model: Callable[..., CaracalModel], tmp_path: Path, quick: None
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_bundle_gives_back_what_was_stored(
     }
 
 
+@pytest.mark.slow
 def test_what_an_export_rounded_is_said(
     caracal: Callable[..., Ran], random_model: Callable[..., CaracalModel], tmp_path: Path, quick: None
 ) -> None:

@@ -39,6 +39,7 @@ def few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caracal_export.dry_run, "GRAPHS", ("convolve",))
 
 
+@pytest.mark.slow
 def test_it_says_what_an_export_writes(bundle: Callable[[str], Path], request: pytest.FixtureRequest) -> None:
     folder = bundle("matmul")
     unread: Checkpoint = request.getfixturevalue("unread")

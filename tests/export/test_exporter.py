@@ -217,6 +217,7 @@ def test_progress_reaches_the_end(checkpoint: Path, tmp_path: Path) -> None:
 # Verification
 
 
+@pytest.mark.slow
 def test_a_slightly_wrong_lowering_is_not_written(
     checkpoint: Path, tmp_path: Path, bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +354,7 @@ def test_a_weight_that_is_not_finite_is_named(altered_checkpoint: Path, tmp_path
     assert _names(tmp_path) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["blocks.1.mhf.value_proj", "blocks.2.ffn.down_proj"])
 def test_a_forward_pass_that_overflows_names_the_first_module(
     altered_checkpoint: Path, tmp_path: Path, module: str

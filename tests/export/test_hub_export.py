@@ -37,6 +37,7 @@ def cache(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return root
 
 
+@pytest.mark.slow
 def test_a_bundle_says_which_commit_it_is_of(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "team/tiny", "--hub", "-o", str(tmp_path / "bundle"), "--no-verify"]) == 0
     assert f"team/tiny at commit {COMMIT}" in capsys.readouterr().err

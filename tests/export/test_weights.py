@@ -21,7 +21,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 import torch
-from caracal_export import export_checkpoint, weights
+from caracal_export import export_checkpoint, weight_files
 from caracal_export.errors import VerificationError
 from caracal_export.graph_files import refer_to_weights
 from caracal_export.graph_model import ExtendGraph, ForwardGraph, StepGraph, graph_state, layout_of
@@ -443,7 +443,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [1 << 26, 100])
 def test_progress_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(weights, "_CHUNK", chunk)
+    monkeypatch.setattr(weight_files, "_CHUNK", chunk)
     arrays = arrays_of({"a": (7, 9), "b": (), "c": (50,)})
     told: list[tuple[int, int]] = []
     files = plan_files(float32({name: array.shape for name, array in arrays.items()}), None)
@@ -695,6 +695,7 @@ def test_a_tensor_too_many_is_found(altered_shards: Path, model: CaracalModel, n
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_splits(
     checkpoint: Path, tmp_path: Path, sharded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -292,6 +292,7 @@ def test_a_node_that_is_right_alone_and_wrong_in_context(tiny: Bundle, tmp_path:
     assert reproduce(tmp_path / "found") == 1
 
 
+@pytest.mark.slow
 def test_a_crash_is_bisected(tiny: Bundle, tmp_path: Path) -> None:
     report = bisect(tiny, "crash", "blocks.2.ffn.down_proj/MatMul", folder=tmp_path / "found")
     finding = report.finding
@@ -304,6 +305,7 @@ def test_a_crash_is_bisected(tiny: Bundle, tmp_path: Path) -> None:
     assert reproduce(tmp_path / "found", "--cpu") == 0
 
 
+@pytest.mark.slow
 def test_a_hang_is_bisected(tiny: Bundle) -> None:
     report = bisect(tiny, "sleep", "convolve_pairs/MatMul_3", graph="convolve", time_limit=2.5)
     assert report.finding is not None
