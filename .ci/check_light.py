@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 START_UP_SECONDS = 0.5
+START_UP_BARE = 40  # times a bare interpreter; importing torch alone takes about twice as many
 
 
 def caracal(*args: str) -> str:
@@ -21,12 +22,12 @@ def caracal(*args: str) -> str:
     return done.stdout
 
 
-def seconds(*args: str) -> float:
+def seconds(*command: str) -> float:
     """Median wall time of a command over five runs after one that warms the file cache."""
     samples = []
     for _ in range(6):
         began = time.perf_counter()
-        caracal(*args)
+        subprocess.run(command, check=True, capture_output=True)
         samples.append(time.perf_counter() - began)
     return statistics.median(samples[1:])
 
@@ -69,10 +70,14 @@ def main() -> None:
     refused = subprocess.run(["caracal", "export", bundle, "-o", "x"], capture_output=True, text=True, timeout=60)
     if refused.returncode != 3 or "torch" not in refused.stderr or Path("x").exists():
         raise SystemExit(f"light: export without torch said {refused.stderr!r} with exit code {refused.returncode}")
-    times = {name: seconds(*args) for name, args in {"--help": ("--help",), "info": ("info", bundle)}.items()}
-    slow = {name: value for name, value in times.items() if value > START_UP_SECONDS}
+    times = {
+        name: seconds("caracal", *args) for name, args in {"--help": ("--help",), "info": ("info", bundle)}.items()
+    }
+    # On a machine that is slow to start anything, a start is measured by that.
+    limit = max(START_UP_SECONDS, START_UP_BARE * seconds(sys.executable, "-c", "pass"))
+    slow = {name: value for name, value in times.items() if value > limit}
     figures = ", ".join(f"{name} {value:.2f} s" for name, value in times.items())
-    print(f"{'FAILED' if slow else 'PASSED'}  start-up  {figures}  limit {START_UP_SECONDS} s")
+    print(f"{'FAILED' if slow else 'PASSED'}  start-up  {figures}  limit {limit:.2f} s")
     if slow:
         raise SystemExit(1)
     print(verdict)

@@ -98,7 +98,7 @@ def _bundle(path: Path, *, check_hashes: bool, ep: str | None) -> dict[str, Any]
 
 def _portability(models: Mapping[str, Model], ep: str | None) -> dict[str, Any]:
     """The operators of the graphs, and for each known provider those that it may not run, from the graphs alone."""
-    from caracal_runtimes.kernels import dtype_of, judge, known, name_of, since
+    from caracal_runtimes.kernels import dtype_of, explain, judge, known, name_of, since
     from caracal_runtimes.onnx_graph import infer
     from caracal_runtimes.placement_rules import shape_only
 
@@ -111,6 +111,7 @@ def _portability(models: Mapping[str, Model], ep: str | None) -> dict[str, Any]:
         lists = {name_of(ep): lists[name_of(ep)]}
     # By operator, domain, opset and type; then by graph.
     computing: dict[tuple[str, str, int, str], Counter[str]] = {}
+    doubtful: dict[tuple[str, str, int, str], list[str]] = {}
     sizes: Counter[str] = Counter()
     findings: dict[str, dict[tuple[str, str], dict[str, Counter[str]]]] = {name: {} for name in lists}
     for graph, model in models.items():
@@ -122,9 +123,12 @@ def _portability(models: Mapping[str, Model], ep: str | None) -> dict[str, Any]:
             if model.graph.key(index) in by_design:
                 sizes[graph] += 1
                 continue
-            dtype, opset = dtype_of(node, values), model.opsets.get(node.domain, 0)
-            computing.setdefault((node.op_type, node.domain, opset, dtype), Counter())[graph] += 1
-            for name in lists:
+            kind = (node.op_type, node.domain, model.opsets.get(node.domain, 0), dtype_of(node, values))
+            computing.setdefault(kind, Counter())[graph] += 1
+            if kind not in doubtful:  # most kinds have a kernel everywhere, whatever the node
+                doubtful[kind] = [name for name in lists if explain(name, *kind).verdict != "kernel"]
+            dtype = kind[3]
+            for name in doubtful[kind]:
                 support = judge(name, node, model.opsets, dtype, constants)
                 if support.verdict != "kernel":
                     found = findings[name].setdefault((support.verdict, support.why), {})
