@@ -21,6 +21,7 @@ QUICK = ("iree:llvm-cpu", "iree:vulkan", "qnn")
 LIMIT = 1e-5
 # What it should take with installing; a busy machine may need more, and only far more is a fault of ours.
 SECONDS, AT_MOST = 12 * 60, 25 * 60
+NO_DEVICE = "offers no device on this machine"
 SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
 
 
@@ -88,9 +89,14 @@ def main() -> None:
     vulkan = {"VK_ICD_FILENAMES": icd, SOFTWARE: "1"}
     # IREE gets the system's own Vulkan: the newer one takes minutes to compile its shaders.
     print(caracal("providers", "--ep", ",".join((*WHOLE, "qnn")), **vulkan))
+    # The plugin offers Intel's devices and no others; on another processor there is nothing to check it on.
+    absent = NO_DEVICE in caracal("providers", "--ep", "openvino", codes=(0, 1, 3))
+    here = tuple(name for name in WHOLE if name != "openvino" or not absent)
+    if absent:
+        print("NOT RUN  openvino  its plugin offers no device on this machine")
     report = str(out / "whole.json")
-    caracal("parity", matmul, "--ep", ",".join(WHOLE), "--json", report, **vulkan)
-    check_right(rows(Path(report)), WHOLE)
+    caracal("parity", matmul, "--ep", ",".join(here), "--json", report, **vulkan)
+    check_right(rows(Path(report)), here)
     # Each of these keeps one core busy.
     quick = [str(out / f"quick{index}.json") for index in range(len(QUICK))]
     with ThreadPoolExecutor(2) as pool:
