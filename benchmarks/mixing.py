@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 from caracal_export import operators, passes
 from caracal_export.lowerings import translation_table
+from caracal_export.tracing import quiet_tracing
 from caracal_runtimes.providers.ort import OrtSession
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from benchmarks import ceilings
 from benchmarks.interleave import interleave, ratio, summary, timed
 from benchmarks.outcome import Outcome, Settings
-from benchmarks.quiet import quiet_tracing
 
 WIDTH = 768
 LENGTHS = (512, 2048, 8192, 32768)

@@ -12,9 +12,9 @@ import onnxruntime as ort
 import torch
 from caracal_export import graph_model, passes
 from caracal_export.lowerings import translation_table
+from caracal_export.tracing import quiet_tracing
 from torch import Tensor
 
-from benchmarks.quiet import quiet_tracing
 from caracal import CaracalModel
 
 

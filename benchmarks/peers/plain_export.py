@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from caracal_export.tracing import quiet_tracing
 from numpy.typing import NDArray
 
-from benchmarks.quiet import quiet_tracing
 from caracal import CaracalModel
 
 

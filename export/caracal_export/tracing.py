@@ -52,7 +52,7 @@ def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int 
         arguments.append(tensors)
         shapes.append(axes)
     names = [tensor.name for entry in inputs for tensor in (entry if isinstance(entry, list) else [entry])]
-    with _quiet():
+    with quiet_tracing():
         program = torch.onnx.export(
             module,
             tuple(arguments),
@@ -183,7 +183,7 @@ GRAPHS = tuple(_TRACED)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_tracing() -> Iterator[None]:
     """Keeps the tracer's remarks about its own internals away from users; errors still come through."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level

@@ -7,8 +7,6 @@ import importlib.util
 from caracal_runtimes.errors import NotRunError
 
 _EXPORT = ("torch", "onnx", "onnxscript", "onnx_ir", "safetensors", "onnxruntime")
-
-
 _QUANTIZE = ("onnx", "onnx_ir", "onnxruntime")
 
 
