@@ -23,7 +23,7 @@ from onnx.external_data_helper import load_external_data_for_tensor
 
 from caracal_export.errors import VerificationError
 from caracal_export.precision.formats import Float16
-from caracal_export.precision.plan import EMBEDDING, HEAD, Planned, role_of
+from caracal_export.precision.plan import EMBEDDING, HEAD, Planned, weight_reads
 
 _ROWS = (1.0, 2.0**-3, 2.0**-6)  # the largest value of each row: a factor that all of them share would not do
 _MOST_CODE = 127  # inputs are whole parts of the row's largest value, which bytes and halves have
@@ -49,17 +49,12 @@ class Use:
 def uses_of(model: ir.Model, planned: Sequence[Planned]) -> list[Use]:
     """All uses of planned weights in a graph that is not rewritten yet."""
     chosen = {(each.weight, each.role): each for each in planned}
-    weights = {id(value): name for name, value in model.graph.initializers.items()}
     found = []
-    for node in model.graph:
-        for place, value in enumerate(node.inputs):
-            if value is None or id(value) not in weights:
-                continue
-            each = chosen.get((weights[id(value)], role_of(node, place, value)))
-            if each is not None:
-                given = node.inputs[1 - place]
-                assert given is not None
-                found.append(Use(each, given.name or "", node.outputs[0].name or ""))
+    for node, place, name, role in weight_reads(model):
+        if (name, role) in chosen:
+            given = node.inputs[1 - place]
+            assert given is not None
+            found.append(Use(chosen[name, role], given.name or "", node.outputs[0].name or ""))
     return found
 
 

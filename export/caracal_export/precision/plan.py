@@ -85,15 +85,23 @@ class Planned:
     turned: bool = False
 
 
+def weight_reads(model: ir.Model) -> list[tuple[ir.Node, int, str, str]]:
+    """Every node that reads a weight: the node, at which input, the weight's name, and what it does with it."""
+    weights = {id(value): name for name, value in model.graph.initializers.items()}
+    return [
+        (node, place, weights[id(value)], role_of(node, place, value))
+        for node in model.graph
+        for place, value in enumerate(node.inputs)
+        if value is not None and id(value) in weights
+    ]
+
+
 def roles_of(graphs: Iterable[ir.Model]) -> dict[str, frozenset[str]]:
     """What any of the graphs does with each of its weights."""
     found: dict[str, set[str]] = {}
     for model in graphs:
-        weights = {id(value): name for name, value in model.graph.initializers.items()}
-        for node in model.graph:
-            for place, value in enumerate(node.inputs):
-                if value is not None and id(value) in weights:
-                    found.setdefault(weights[id(value)], set()).add(role_of(node, place, value))
+        for _, _, name, role in weight_reads(model):
+            found.setdefault(name, set()).add(role)
     return {name: frozenset(roles) for name, roles in found.items()}
 
 

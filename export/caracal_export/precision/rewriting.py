@@ -18,7 +18,7 @@ from caracal_runtimes.errors import InputError
 from numpy.typing import NDArray
 
 from caracal_export.precision.formats import BFloat16, Float16, Int4, Int8
-from caracal_export.precision.plan import EMBEDDING, HEAD, Planned, role_of
+from caracal_export.precision.plan import EMBEDDING, HEAD, Planned, weight_reads
 
 _DTYPES = {
     "F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16, "I8": ir.DataType.INT8,
@@ -47,13 +47,9 @@ def rewrite(model: ir.Model, planned: Sequence[Planned]) -> None:
             f"int4 needs opset {BLOCKED_OPSET}, found {model.graph.opset_imports['']}; or choose --int4-operator MatMulNBits"
         )
     graph = _Graph(model)
-    weights = {id(value): name for name, value in graph.originals.items()}
-    for node in list(model.graph):
-        for place, value in enumerate(node.inputs):
-            name = None if value is None else weights.get(id(value))
-            each = None if name is None or value is None else chosen.get((name, role_of(node, place, value)))
-            if each is not None:
-                graph.replace(node, each)
+    for node, _, name, role in weight_reads(model):
+        if (name, role) in chosen:
+            graph.replace(node, chosen[name, role])
     for name, value in graph.originals.items():
         if not value.uses() and model.graph.initializers.get(name) is value:
             del model.graph.initializers[name]
