@@ -17,6 +17,7 @@ from caracal_export import operators, passes
 from caracal_export.lowerings import translation_table
 from caracal_export.tracing import quiet_tracing
 from caracal_runtimes.providers.ort import OrtSession
+from caracal_runtimes.transform_factors import factors
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -35,7 +36,7 @@ Array = NDArray[np.float32]
 
 class _Mixing(nn.Module):
     def forward(self, v: Tensor, g: Tensor) -> Tensor:
-        y: Tensor = operators.convolve(v, g)[0]
+        y: Tensor = operators.causal_conv(v, g)
         return y
 
 
@@ -93,22 +94,22 @@ def relative_l2(found: Array, wanted: NDArray[np.float64]) -> float:
 def stages(length: int) -> list[tuple[str, float, float]]:
     """Name, FLOP and bytes of the stages of the `matmul` lowering for D channels, counted, not measured.
 
-    The four-step transform of `caracal_export.lowerings`: N = n1 * n2 >= 2L, h = n1 / 2 rows of zeros left out, conjugate rows
-    left out. Bytes are those of each stage's inputs and outputs, as if no cache kept them from one stage to the next.
+    The transform of `caracal_export.transform`: N = n1 n2 n3 points. Bytes are those of each stage's inputs and outputs, as if no
+    cache kept them from one stage to the next.
     """
-    total = 2 * length
-    n2 = math.ceil(math.sqrt(total / 4))
-    half = -(-total // (2 * n2))
-    rows, blocks = half + 1, -(-length // n2)
-    data, spectrum, tables = 4.0 * WIDTH * length, 4.0 * WIDTH * 2 * rows * n2, 4.0 * rows * (2 * n2) ** 2
-    outer = WIDTH * 2.0 * 2 * rows * blocks * n2
-    inner = WIDTH * 2.0 * rows * (2 * n2) ** 2
+    n1, n2, n3 = factors(length)
+    points = n1 * n2 * n3
+    blocks = -(-length // (n2 * n3))
+    data, spectrum = 4.0 * WIDTH * length, 4.0 * WIDTH * 2 * points
+    flop = 2.0 * WIDTH * points
     return [
-        ("rows, both streams", 2 * outer, 2 * (data + spectrum)),
-        ("columns, both streams", 2 * inner, 4 * spectrum + tables),
-        ("complex product", WIDTH * 6.0 * rows * n2, 3 * spectrum),
-        ("columns, back", inner, 2 * spectrum + tables),
-        ("rows, back", WIDTH * 2.0 * half * 2 * rows * n2, spectrum + data),
+        ("first, both streams", 2 * 2.0 * WIDTH * 2 * n1 * blocks * n2 * n3, 2 * (data + spectrum)),
+        ("middle, both streams", 2 * flop * 4 * n2, 4 * spectrum),
+        ("last, both streams", 2 * flop * 4 * n3, 4 * spectrum + 4.0 * points * 4 * n3),
+        ("outer product", 4.0 * WIDTH * points, 4 * spectrum),
+        ("last, back", flop * 8 * n3, 3 * spectrum + 4.0 * points * 8 * n3),
+        ("middle, back", flop * 4 * n2, 2 * spectrum),
+        ("first, back", 2.0 * WIDTH * blocks * 2 * n1 * n2 * n3, spectrum + data),
     ]
 
 

@@ -19,6 +19,17 @@ from caracal import mixing
 from caracal.model import gather_positions as _gather_positions
 
 
+@torch.library.custom_op("caracal::causal_conv", mutates_args=())
+def causal_conv(v: Tensor, g: Tensor) -> Tensor:
+    """The first L rows of the linear convolution of [B, L, D] with [B, L, D], float32."""
+    return mixing.causal_conv_fft(v, g).clone()
+
+
+@causal_conv.register_fake
+def _(v: Tensor, g: Tensor) -> Tensor:
+    return torch.empty_like(v)
+
+
 @torch.library.custom_op("caracal::convolve", mutates_args=())
 def convolve(v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """The linear convolution of [B, L, D] with [B, L, D], float32: its first L rows, and all 2L (the last is zero)."""

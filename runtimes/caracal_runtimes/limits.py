@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from caracal_runtimes.errors import InputError, LimitError
 from caracal_runtimes.machine import available_bytes
 from caracal_runtimes.manifest import MHF, ModelSpec
+from caracal_runtimes.transform_factors import factors
 
 MAX_ELEMENTS = 2**31 - 1
 #: Tokens of one sequence; the transforms' indices are 32-bit integers.
@@ -36,17 +37,16 @@ def largest_tensors(
     heads, width = model.num_attention_heads, model.hidden_size
     block = min(model.sliding_window, length)
     padded = -(-length // block) * block
-    inner_size = int(np.ceil(np.sqrt(length / 2)))
-    outer_half = -(-length // inner_size)
     if mixing == "dft":  # a power of two of at least 2L points, complex
-        spectrum, tables = 2 * (2 << (length - 1).bit_length()), 0
-    else:
-        spectrum, tables = (outer_half + 1) * 2 * inner_size, (outer_half + 1) * 4 * inner_size * inner_size
+        spectra, tables = 2 * (2 << (length - 1).bit_length()), 0
+    else:  # every part of one spectrum times every part of the other
+        n1, n2, n3 = factors(length)
+        spectra, tables = 4 * n1 * n2 * n3, n1 * n2 * 8 * n3 * n3
     return {
         "logits [B, P, V]": batch * positions * model.vocab_size,
         "attention scores [B, H, L, 2W]": batch * heads * padded * 2 * block,
         "feed-forward [B, L, F]": batch * length * model.intermediate_size,
-        "spectrum [B, 2L, D]": batch * spectrum * width,
+        "spectra [B, 4L, D]": batch * spectra * width,
         "transform tables": tables,
     }
 
@@ -61,7 +61,7 @@ def forward_bytes(model: ModelSpec, batch: int, length: int, positions: int, mix
     sizes = largest_tensors(model, batch, length, positions, mixing)
     mhf = len(model.layers(MHF))
     residual = (6 + 4 * mhf) * batch * length * model.hidden_size  # the decode state goes out with the logits
-    transform = 7 * sizes["spectrum [B, 2L, D]"] + 3 * sizes["transform tables"]
+    transform = 4 * sizes["spectra [B, 4L, D]"] + 2 * sizes["transform tables"]
     attention = 3 * sizes["attention scores [B, H, L, 2W]"]
     feed_forward = 4 * sizes["feed-forward [B, L, F]"]
     return _FLOAT * (residual + transform + attention + feed_forward + 2 * sizes["logits [B, P, V]"])

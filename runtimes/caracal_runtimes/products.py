@@ -7,7 +7,6 @@ and a token pays for as many as keep the queue on time: the rate at which the pr
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from caracal_runtimes.history import History
 from caracal_runtimes.schedule import Product
+from caracal_runtimes.transform_factors import multiplications
 
 Array = NDArray[np.float32]
 _CHANNELS = 16  # channels of a piece come in multiples of this: narrower matrix products run at a fraction of the speed
@@ -37,13 +37,9 @@ class Piece:
     channels: slice
 
 
-def cost(size: int, lags: int) -> float:
-    """Multiplications of one product in one channel of one layer.
-
-    Five transforms of N = size + lags points by a four-step form with factors of about sqrt(N) and sqrt(N) / 4: the
-    arithmetic of `convolve` in its `matmul` lowering, counted, not measured.
-    """
-    return 11.0 * math.sqrt(size + lags) ** 3
+def cost(size: int, lags: int) -> int:
+    """Multiplications of one product in one channel of one layer: four streams there, one sum back."""
+    return multiplications(size + lags, pairs=2)
 
 
 def pieces(product: Product, layers: int, channels: int, work: float) -> list[Piece]:

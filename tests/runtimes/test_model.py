@@ -185,8 +185,8 @@ class TestLimits:
             ({}, (42731, 1, 1), "logits [B, P, V]", 42731 * 50257),
             ({}, (1, 2**18 + 1, 1), "attention scores [B, H, L, 2W]", (2**18 + 256) * 16 * 512),
             ({"num_attention_heads": 1}, (2, 2**18 + 1, 1), "feed-forward [B, L, F]", 2 * (2**18 + 1) * 4096),
-            ({"num_attention_heads": 1, "intermediate_size": 1}, (1, 700_000, 1), "spectrum [B, 2L, D]", None),
-            ({"num_attention_heads": 1, "intermediate_size": 1, "hidden_size": 1}, (1, 10**6, 1), "tables", None),
+            ({"num_attention_heads": 1, "intermediate_size": 1}, (1, 400_000, 1), "spectra [B, 4L, D]", None),
+            ({"num_attention_heads": 1, "intermediate_size": 1, "hidden_size": 1}, (1, 3 * 10**6, 1), "tables", None),
         ],
     )
     def test_too_many_elements_are_refused_with_the_numbers(

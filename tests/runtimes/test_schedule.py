@@ -6,7 +6,6 @@ over all pairs is right exactly if every count is one; what the arithmetic is do
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -300,15 +299,15 @@ class TestWork:
             points = sum(product.size + product.lags for product in self.run(lags, count))
             assert points <= 3 * count * (doublings + 1)
 
-    def test_multiplications_per_token_grow_with_the_square_root_at_most(self) -> None:
-        """A product of U tokens with 2U lags costs 11 (3U)^1.5, so that a token pays 11 * 3^1.5 * U^0.5 for each size.
+    def test_multiplications_per_token_grow_with_the_cube_root_at_most(self) -> None:
+        """A product of U tokens with 2U lags has N = 1.5 U points, each of which costs about 100 N^(1/3), three factors of that size.
 
-        The sizes double, and the largest is below half of the text: sqrt(n / 2) (1 + 1 / sqrt(2) + 1 / 2 + ...).
+        The sizes double, and the largest is below half of the text: a geometric sum of (n / 2)^(1/3).
         """
-        for doublings in range(2, 12):
+        for doublings in range(2, 14):
             count = 16 << doublings
             total = sum(products.cost(product.size, product.lags) for product in self.run(16, count))
-            assert total / count <= 11 * 3**1.5 * math.sqrt(count / 2) / (1 - math.sqrt(0.5))
+            assert total / count <= 1.5 * 110 * (1.5 * count / 2) ** (1 / 3) / (1 - 0.5 ** (1 / 3))
 
     def test_a_token_completes_at_most_one_block_of_each_size(self) -> None:
         schedule = Schedule(8)
