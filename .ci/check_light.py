@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 START_UP_SECONDS = 0.5
-START_UP_BARE = 40  # times a bare interpreter; importing torch alone takes about twice as many
+START_UP_BARE = 30  # times a bare interpreter; importing torch alone takes about twice as many
 
 
 def caracal(*args: str) -> str:

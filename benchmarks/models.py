@@ -40,9 +40,9 @@ def random_bundle(model: CaracalModel, cache: Path | None, preset: str, precisio
 _planned = goldens._planned
 
 
-def _one_golden(config: CaracalConfig, lags: int) -> Any:
+def _one_golden(config: CaracalConfig, *settings: Any) -> Any:
     """The first of the plans, and no text."""
-    plans, _ = _planned(config, lags)
+    plans, _ = _planned(config, *settings)
     return plans[:1], {}
 
 

@@ -214,6 +214,19 @@ ROWS: tuple[Row, ...] = (
         "startup:measure",
     ),
     Row(
+        "loading",
+        "start of a fresh process to the first token, small, float32, with the cache of optimised graphs",
+        "the same without a cache",
+        "our time over that of the other side; `graphs`: the time in which sessions are made alone; `warm`: the graphs are in the "
+        "cache, `cold`: it is empty and is filled",
+        (
+            Target("graphs, warm", 0.75, "<="),
+            Target("first token, warm", 1.0, "<="),
+            Target("first token, cold", 1.1, "<="),
+        ),
+        "loading:measure",
+    ),
+    Row(
         "cuda-cufft",
         "mixing on an NVIDIA GPU, one convolution of D = 768, `matmul` lowering, no TF32",
         "PyTorch eager, cuFFT",

@@ -12,6 +12,7 @@ from caracal_runtimes.errors import InputError
 from caracal_runtimes.limits import check_forward, forward_bytes, state_bytes
 from caracal_runtimes.manifest import GraphSpec
 from caracal_runtimes.parity import Progress
+from caracal_runtimes.pass_lengths import ANY, PassLengths
 from caracal_runtimes.sizes import format_bytes
 
 from caracal import CaracalModel
@@ -19,12 +20,14 @@ from caracal.checkpoint.files import TOKENIZER_FILE
 from caracal.checkpoint.opening import Checkpoint
 from caracal.checkpoint.parameters import parameter_shapes
 from caracal_export import goldens, weights
+from caracal_export.bounds import bounded_lags, bounds
 from caracal_export.exporter import GOLDEN_FILE, check_arguments, check_tokenizer
+from caracal_export.folding import constant_bytes
 from caracal_export.graph_files import describe_graph, refer_to_weights
 from caracal_export.opsets import TRACED_OPSET
 from caracal_export.precision.plan import Precision, plan, roles_of
 from caracal_export.precision.quantizing import rewritten, stored_heads
-from caracal_export.tracing import GRAPHS, LAGS, trace
+from caracal_export.tracing import BOUNDED, GRAPHS, LAGS, trace
 from caracal_export.weight_files import plan_files
 
 _LOADED = 3  # graphs with weights that reading and writing text load: forward, extend, step
@@ -47,6 +50,8 @@ class DryRun:
         batch, length: of the pass below.
         prefill: one pass over [batch, length] tokens with the logits of the last ones, weights not counted.
         state: what decoding keeps after it.
+        constants: of the graphs' sizes, the tables that they have because their passes are bounded.
+        lengths: those bounds.
     """
 
     precision: str
@@ -60,6 +65,8 @@ class DryRun:
     length: int
     prefill: int
     state: int
+    constants: int = 0
+    lengths: PassLengths = ANY
 
     @property
     def total(self) -> int:
@@ -78,6 +85,8 @@ def dry_run(
     mixing: str = "matmul",
     opset: int = TRACED_OPSET,
     lags: int = LAGS,
+    max_length: int | None = None,
+    static_length: bool = False,
     max_shard_size: int | None = None,
     precision: Precision | None = None,
     batch: int = 1,
@@ -88,7 +97,7 @@ def dry_run(
 
     Args:
         checkpoint: opened.
-        mixing, opset, lags, max_shard_size, precision: as for `export_checkpoint`.
+        mixing, opset, lags, max_length, static_length, max_shard_size, precision: as for `export_checkpoint`.
         batch, length: rows and tokens of the pass whose memory is wanted.
         progress: called with what is being done, done and total.
 
@@ -97,12 +106,18 @@ def dry_run(
         LimitError: a pass of this size cannot be right or cannot fit.
     """
     check_arguments(mixing, opset, 0, lags, max_shard_size)
+    lengths = bounds(max_length, static_length)
+    lags = bounded_lags(lags, lengths)
     for name, value in (("--batch", batch), ("--length", length)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name}: expected an integer of at least 1, found {value!r:.40}")
+    if lengths.capped(length) < length:
+        raise InputError(
+            f"--length: one pass reads at most --max-length {lengths.most} tokens, found {length}; lower it"
+        )
     config = checkpoint.config
     spec = goldens.spec_of(config)
-    check_forward(spec, batch, length, 1, mixing=mixing)
+    check_forward(spec, batch, length, 1, mixing=mixing, lengths=lengths)
     if checkpoint.tokenizer is not None:
         check_tokenizer("export", checkpoint.tokenizer, config)
     lying = weights.graph_shapes(parameter_shapes(config), config)
@@ -112,7 +127,7 @@ def dry_run(
     for index, name in enumerate(GRAPHS):
         if progress is not None:
             progress(f"tracing the graphs: {name}", index, len(GRAPHS))
-        traced[name] = trace(model, name, mixing, opset, lags=lags)
+        traced[name] = trace(model, name, mixing, opset, lags=lags, lengths=lengths)
     precision = precision or Precision("float32")
     planned = plan(precision, roles_of(traced.values()), lying)
     files = plan_files(stored_heads(lying, planned), max_shard_size)
@@ -123,7 +138,7 @@ def dry_run(
             refer_to_weights(graph, files, Path(folder))
             size = ir.to_proto(graph).ByteSize()
             graphs[name] = (describe_graph(graph, f"{name}.onnx", graph.graph.opset_imports[""], mixing), size)
-    recorded = goldens.extent(config, lags)
+    recorded = goldens.extent(config, lags, lengths.most)
     others = {GOLDEN_FILE: recorded.bytes}
     if checkpoint.tokenizer is not None:
         others[TOKENIZER_FILE] = checkpoint.tokenizer.stat().st_size
@@ -141,8 +156,12 @@ def dry_run(
         + forward_bytes(spec, 1, recorded.longest, recorded.positions, mixing),
         batch=batch,
         length=length,
-        prefill=forward_bytes(spec, batch, length, 1, mixing),
+        prefill=forward_bytes(spec, batch, length, 1, mixing, lengths),
         state=batch * state_bytes(spec, length),
+        constants=0
+        if lengths.most is None
+        else sum(constant_bytes(graph) for name, graph in traced.items() if name in BOUNDED),
+        lengths=lengths,
     )
 
 
@@ -179,9 +198,21 @@ def dry_run_lines(found: DryRun, name: str) -> list[str]:
     return [
         *lines,
         "",
+        *_bound_lines(found),
         f"memory to export: at most about {format_bytes(found.export)}",
         f"memory to run {what}: about {format_bytes(found.running)} (weights {format_bytes(found.in_memory)}, "
         f"reading {format_bytes(found.prefill)}, state {format_bytes(found.state)})",
         "",
         f"DRY RUN  export {name}  {found.parameters:,} parameters, about {format_bytes(found.total)}  nothing was written",
+    ]
+
+
+def _bound_lines(found: DryRun) -> list[str]:
+    """What bounded passes cost in the graphs; nothing without a bound."""
+    if found.lengths.most is None:
+        return []
+    what = "exactly" if found.lengths.static else "at most"
+    return [
+        f"one pass reads {what} {found.lengths.most:,} tokens: {format_bytes(found.constants)} of the graphs are constants that they "
+        f"would otherwise work out"
     ]

@@ -17,6 +17,7 @@ from caracal_runtimes.errors import InputError
 from caracal_runtimes.manifest import MANIFEST_FILE, Golden, GraphSpec, Manifest
 from caracal_runtimes.parity import Progress
 from caracal_runtimes.parity_report import ParityReport
+from caracal_runtimes.pass_lengths import PassLengths
 from caracal_runtimes.session import check_threads
 from caracal_runtimes.sizes import Bytes
 from caracal_runtimes.text import read_tokenizer
@@ -28,17 +29,18 @@ from caracal.checkpoint.opening import Checkpoint, open_checkpoint
 from caracal.checkpoint.parameters import parameter_shapes
 from caracal_export import goldens, verification, weights
 from caracal_export.assembling import summary, versions, with_files
+from caracal_export.bounds import bounded_lags, bounds, table_bytes
 from caracal_export.card import model_card
 from caracal_export.dtypes import recorded_dtypes
 from caracal_export.graph_files import check_graph, describe_graph, refer_to_weights
 from caracal_export.lowerings import MIXINGS
 from caracal_export.opsets import OPSETS, TRACED_OPSET
-from caracal_export.precision.calibration import calibration_ids
+from caracal_export.precision.calibration import calibration_ids, check_calibration
 from caracal_export.precision.mixing_precisions import Mixed, choose_higher
-from caracal_export.precision.plan import Precision, check_bound
+from caracal_export.precision.plan import Precision, check_bound, plan, roles_of
 from caracal_export.precision.quantizing import write_quantized
 from caracal_export.staging import BUNDLE, check_target, staged_folder
-from caracal_export.tracing import GRAPHS, LAGS, trace
+from caracal_export.tracing import BOUNDED, GRAPHS, LAGS, trace
 from caracal_export.weight_files import WeightFile, check_shard_size, float32, plan_files, write_files
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ def export_checkpoint(
     verify: bool = True,
     threads: int = 0,
     lags: int = LAGS,
+    max_length: int | None = None,
+    static_length: bool = False,
     max_shard_size: int | None = None,
     precision: Precision | None = None,
     max_kl: float | None = None,
@@ -90,7 +94,11 @@ def export_checkpoint(
         verify: compare every weight with the checkpoint and every golden with ONNX Runtime before the bundle appears.
         threads: for the verification, 0 for one per core.
         lags: how many of the latest tokens the step graph mixes by itself, a power of two; more of them make a step
-            slower and the work beside it less.
+            slower and the work beside it less. Not more than a pass can read.
+        max_length: tokens that one pass over a row may read, for which the transform's tables are then worked out; any when
+            None. Longer texts are read in several passes.
+        static_length: every pass has exactly `max_length` tokens, so that all sizes but the batch, and the number of positions
+            that get logits, are known when a graph is loaded.
         max_shard_size: bytes that a weight file may have before another one is begun; None puts all weights into one.
         precision: of the weights; float32 when None. In fewer bits, the float32 bundle is made and verified first, and the other
             one from it, as `caracal quantize` does.
@@ -103,6 +111,8 @@ def export_checkpoint(
         VerificationError: the exported graph does not compute what the checkpoint computes; nothing was written.
     """
     check_arguments(mixing, opset, threads, lags, max_shard_size)
+    lengths = bounds(max_length, static_length)
+    lags = bounded_lags(lags, lengths)
     if max_kl is not None:
         check_bound(max_kl)
     target = Path(output)
@@ -113,12 +123,19 @@ def export_checkpoint(
 
     report("reading the checkpoint", 0, 1)
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    if opened.tokenizer is not None:
-        check_tokenizer("export", opened.tokenizer, opened.config)  # before anything is written
-    _check_room(target, opened, lags, copies=2 if rounded else 1)
+    # What is wrong with any of it is said before anything is written.
+    tokenizer = None if opened.tokenizer is None else check_tokenizer("export", opened.tokenizer, opened.config)
+    if rounded and max_kl is not None:
+        check_calibration(tokenizer, calibration)
+    if rounded and precision.keep:
+        report("looking for the weights to keep", 0, 1)
+        _check_keep(opened.config, precision, mixing, opset, lags)
+    _check_room(target, opened, mixing, lags, lengths, copies=2 if rounded else 1)
     try:
         with staged_folder(BUNDLE, target, overwrite=overwrite) as stage:
-            settings = _Settings(mixing, opset, lags, verify, threads, None if rounded else max_shard_size, report)
+            settings = _Settings(
+                mixing, opset, lags, lengths, verify, threads, None if rounded else max_shard_size, report
+            )
             if not rounded:
                 found, mixed = _write_bundle(opened, stage, settings), None
             else:
@@ -155,6 +172,7 @@ class _Settings:
     mixing: str
     opset: int
     lags: int
+    lengths: PassLengths
     verify: bool
     threads: int
     max_shard_size: int | None
@@ -171,13 +189,13 @@ def _write_bundle(opened: Checkpoint, stage: Path, settings: _Settings) -> Parit
         shapes = CaracalModel(config).eval().requires_grad_(False)
     for index, name in enumerate(GRAPHS):
         report(f"tracing the graphs: {name}", index, len(GRAPHS))
-        graph = trace(shapes, name, settings.mixing, settings.opset, lags=settings.lags)
+        graph = trace(shapes, name, settings.mixing, settings.opset, lags=settings.lags, lengths=settings.lengths)
         refer_to_weights(graph, files, stage)
         file = f"{name}.onnx"
         ir.save(graph, stage / file)
         check_graph(stage / file)
         graphs[name] = describe_graph(graph, file, settings.opset, settings.mixing)
-    recorded = _record_goldens(opened, settings.lags, tokenizer, report)
+    recorded = _record_goldens(opened, settings.lags, settings.lengths, tokenizer, report)
     safetensors.numpy.save_file(recorded.tensors, stage / GOLDEN_FILE)
     if opened.tokenizer is not None:
         shutil.copyfile(opened.tokenizer, stage / TOKENIZER_FILE)
@@ -198,6 +216,8 @@ def _write_bundle(opened: Checkpoint, stage: Path, settings: _Settings) -> Parit
         tokenizer=None if tokenizer is None else TOKENIZER_FILE,
         producer=versions(),
         source=_source(opened),
+        max_length=settings.lengths.most,
+        static_length=settings.lengths.static,
     )
     manifest = with_files(manifest, stage)
     (stage / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
@@ -221,6 +241,15 @@ def check_arguments(mixing: str, opset: int, threads: int, lags: int, max_shard_
     check_shard_size(max_shard_size)
 
 
+def _check_keep(config: CaracalConfig, precision: Precision, mixing: str, opset: int, lags: int) -> None:
+    """Refuses patterns that keep no weight, or all of them. Raises InputError."""
+    with torch.device("meta"):
+        model = CaracalModel(config).eval().requires_grad_(False)
+    # The smallest graph with weights: each graph does the same with a weight.
+    roles = roles_of([trace(model, "step", mixing, opset, lags=lags)])
+    plan(precision, roles, weights.graph_shapes(parameter_shapes(config), config))
+
+
 def _write_weights(
     checkpoint: Checkpoint, stage: Path, max_shard_size: int | None, report: Progress
 ) -> list[WeightFile]:
@@ -237,7 +266,7 @@ def _write_weights(
 
 
 def _record_goldens(
-    checkpoint: Checkpoint, lags: int, tokenizer: Tokenizer | None, report: Progress
+    checkpoint: Checkpoint, lags: int, lengths: PassLengths, tokenizer: Tokenizer | None, report: Progress
 ) -> goldens.Recorded:
     """The reference's outputs; the model is gone from memory when they are there."""
     recorded = goldens.record(
@@ -245,6 +274,7 @@ def _record_goldens(
         lags,
         lambda what, done, total: report(f"recording goldens: {what}", done, total),
         tokenizer,
+        lengths.most,
     )
     checkpoint.release()
     return recorded
@@ -258,9 +288,13 @@ def check_tokenizer(command: str, path: Path, config: CaracalConfig) -> Tokenize
         raise InputError(f"{command}: {path} {error}; put the model's own there, or remove it") from None
 
 
-def _check_room(target: Path, checkpoint: Checkpoint, lags: int, copies: int) -> None:
-    """Refuses to start an export that the disk cannot hold; the weights and the goldens are all that is large."""
-    needed = copies * (4 * checkpoint.parameters() + goldens.extent(checkpoint.config, lags).bytes + _GRAPH_BYTES)
+def _check_room(
+    target: Path, checkpoint: Checkpoint, mixing: str, lags: int, lengths: PassLengths, copies: int
+) -> None:
+    """Refuses to start an export that the disk cannot hold; weights, goldens and a bounded graph's tables are all that is large."""
+    config = checkpoint.config
+    graphs = _GRAPH_BYTES + len(BOUNDED) * table_bytes(lengths, mixing, config.sliding_window)
+    needed = copies * (4 * checkpoint.parameters() + goldens.extent(config, lags, lengths.most).bytes + graphs)
     free = shutil.disk_usage(target.absolute().parent).free
     if free < needed:
         raise InputError(

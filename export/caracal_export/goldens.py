@@ -1,7 +1,8 @@
 """Goldens: inputs and float32 PyTorch outputs that travel with a bundle.
 
 Lengths are chosen where implementations break (1, 2, 3, around the window, odd, beyond the window, rows of different
-lengths), positions where blocks and transforms meet, and ids so that every row of the embedding is read.
+lengths; where a pass is bounded, none beyond that, and the bound itself), positions where blocks and transforms meet, and
+ids so that every row of the embedding is read.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _SEED = 20260502
 _LOGIT_BYTES = 1 << 19  # logits recorded per row at most; fewer positions are kept for large vocabularies
 _COLUMNS = 64  # vocabulary ids recorded per position where all positions are
 _COVERAGE_LENGTH = 512
+#: Ends the names of cases that are compared as one pass only: in pieces they would take long, or show nothing new.
+AT_ONCE = "_at_once"
+_MOST_LONGEST = 8192  # tokens up to which a pass as long as a bundle's bound is recorded
 _COVERAGE_VOCABULARY = 16384  # up to here all ids are read even where a tied head shows every row anyway
 GREEDY_TOKENS = 128
 _HEAD_ROWS = 4096  # of the vocabulary that are in float64 at once
@@ -53,7 +57,11 @@ class Recorded:
 
 
 def record(
-    model: CaracalModel, lags: int, progress: Progress | None = None, tokenizer: Tokenizer | None = None
+    model: CaracalModel,
+    lags: int,
+    progress: Progress | None = None,
+    tokenizer: Tokenizer | None = None,
+    longest: int | None = None,
 ) -> Recorded:
     """Runs the reference on every golden input.
 
@@ -62,8 +70,10 @@ def record(
         lags: M of the step graph; some row must be long enough for blocks of several sizes.
         tokenizer: of the checkpoint; with one, the likelihood of a passage is recorded too.
         progress: called with a name, done and total.
+        longest: tokens that one pass of the bundle can read; any number when None. Continuations may be longer, since they are
+            read and written in pieces.
     """
-    plans, prompts = _planned(model.config, lags)
+    plans, prompts = _planned(model.config, lags, longest)
     recorded = Recorded()
     total = len(plans) + len(prompts)
     for index, plan in enumerate(plans):
@@ -75,9 +85,9 @@ def record(
             progress(name, len(plans) + index, total)
         _record_greedy(model, name, prompt, recorded)
     if tokenizer is not None:
-        _record_text(model, tokenizer, recorded)
-    longest = max((plan for plan in plans if len(plan.rows) == 1), key=lambda plan: len(plan.rows[0]))
-    recorded.rounding = own_rounding(model, longest.rows[0], _positions(len(longest.rows[0]), config=model.config))
+        _record_text(model, tokenizer, recorded, longest)
+    row = max((plan.rows[0] for plan in plans if len(plan.rows) == 1), key=len)
+    recorded.rounding = own_rounding(model, row, _positions(len(row), config=model.config))
     if progress is not None:
         progress("done", total, total)
     return recorded
@@ -92,14 +102,14 @@ class Extent:
     positions: int
 
 
-def extent(config: CaracalConfig, lags: int) -> Extent:
+def extent(config: CaracalConfig, lags: int, bound: int | None = None) -> Extent:
     """What `record` would write and compute, without a model; a passage's likelihood is not counted.
 
     Args:
         config: of the model.
-        lags: as for `record`.
+        lags: as for `record`, and `bound` as its `longest`.
     """
-    plans, prompts = _planned(config, lags)
+    plans, prompts = _planned(config, lags, bound)
     numbers = longest = most = 0
     for plan in plans:
         length = max(map(len, plan.rows))
@@ -115,9 +125,9 @@ def extent(config: CaracalConfig, lags: int) -> Extent:
     return Extent(4 * numbers, longest, most)
 
 
-def _planned(config: CaracalConfig, lags: int) -> tuple[list[_Plan], dict[str, NDArray[np.int64]]]:
+def _planned(config: CaracalConfig, lags: int, bound: int | None) -> tuple[list[_Plan], dict[str, NDArray[np.int64]]]:
     rng = np.random.default_rng(_SEED)
-    plans = [*_length_plans(config, lags, rng), *_coverage_plans(config, rng)]
+    plans = [*_length_plans(config, lags, rng, bound), *_coverage_plans(config, rng, bound)]
     return plans, _prompts(config, rng)
 
 
@@ -133,8 +143,9 @@ class _Plan:
     columns: NDArray[np.int64] | None = None
 
 
-def _length_plans(config: CaracalConfig, lags: int, rng: np.random.Generator) -> list[_Plan]:
+def _length_plans(config: CaracalConfig, lags: int, rng: np.random.Generator, bound: int | None = None) -> list[_Plan]:
     window = config.sliding_window
+    beyond = max(3 * window, 6 * lags) + 5
     lengths: dict[str, Sequence[int]] = {
         "one": [1],
         "two": [2, 2],
@@ -143,21 +154,29 @@ def _length_plans(config: CaracalConfig, lags: int, rng: np.random.Generator) ->
         "window": [window],
         "window_plus_1": [window + 1],
         "odd": [37, 37],
-        "beyond_window": [max(3 * window, 6 * lags) + 5],
+        "beyond_window": [beyond],
         "ragged": [1, window + 1, 2 * window + 3],
     }
+    if bound is not None:
+        ragged = [min(length, bound) for length in lengths.pop("ragged")]
+        lengths = {name: rows for name, rows in lengths.items() if max(rows) <= bound}
+        if bound <= beyond:  # what one pass reads ends here: at its last token, and just before
+            lengths |= {"longest_minus_1": [bound - 1], "longest": [bound]}
+        elif bound <= _MOST_LONGEST:
+            lengths |= {f"longest{AT_ONCE}": [bound]}
+        lengths |= {"ragged": ragged}
     columns = np.sort(rng.permutation(config.vocab_size)[:_COLUMNS])
     plans: list[_Plan] = []
     for name, row_lengths in lengths.items():
         rows = [rng.integers(0, config.vocab_size, n) for n in row_lengths]
         plans.append(_Plan(name, rows))
-        if any(len(_positions(n, config)) < n for n in row_lengths):
+        if not name.endswith(AT_ONCE) and any(len(_positions(n, config)) < n for n in row_lengths):
             # Not every position fits with the whole vocabulary; on a few columns every one does.
             plans.append(_Plan(f"{name}_everywhere", rows, columns))
     return plans
 
 
-def _coverage_plans(config: CaracalConfig, rng: np.random.Generator) -> list[_Plan]:
+def _coverage_plans(config: CaracalConfig, rng: np.random.Generator, bound: int | None = None) -> list[_Plan]:
     """Rows that hold every id once, all positions compared on a few columns of the vocabulary.
 
     With a tied head the other cases already show every row of the embedding as a column of logits; for large
@@ -166,11 +185,18 @@ def _coverage_plans(config: CaracalConfig, rng: np.random.Generator) -> list[_Pl
     if config.tie_word_embeddings and config.vocab_size > _COVERAGE_VOCABULARY:
         return []
     ids = rng.permutation(config.vocab_size)
-    length = min(_COVERAGE_LENGTH, config.vocab_size)
+    length = min(_COVERAGE_LENGTH, config.vocab_size, bound or config.vocab_size)
     rows = -(-config.vocab_size // length)
     ids = np.concatenate((ids, ids[: rows * length - len(ids)])).reshape(rows, length)
     columns = np.sort(rng.permutation(config.vocab_size)[:_COLUMNS])
-    return [_Plan(f"vocabulary_{index}", [row], columns) for index, row in enumerate(ids)]
+    if length in (_COVERAGE_LENGTH, config.vocab_size):
+        return [_Plan(f"vocabulary_{index}", [row], columns) for index, row in enumerate(ids)]
+    # Rows are short where the bound is: as many of them together as hold what one row does otherwise.
+    count = _COVERAGE_LENGTH // length
+    return [
+        _Plan(f"vocabulary_{index}{AT_ONCE}", list(ids[start : start + count]), columns)
+        for index, start in enumerate(range(0, rows, count))
+    ]
 
 
 def _positions(length: int, config: CaracalConfig) -> NDArray[np.int64]:
@@ -190,9 +216,9 @@ def _positions(length: int, config: CaracalConfig) -> NDArray[np.int64]:
 def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
     config = model.config
     length = max(map(len, plan.rows))
-    check_forward(spec_of(config), 1, length, length)
-    ids = np.zeros((len(plan.rows), length), dtype=np.int64)
     kept = [np.arange(len(r)) if plan.columns is not None else _positions(len(r), config) for r in plan.rows]
+    check_forward(spec_of(config), 1, length, max(map(len, kept)))
+    ids = np.zeros((len(plan.rows), length), dtype=np.int64)
     positions = np.zeros((len(plan.rows), max(map(len, kept))), dtype=np.int64)
     logits = []
     for index, (row, keep) in enumerate(zip(plan.rows, kept, strict=True)):
@@ -299,11 +325,12 @@ def _record_greedy(model: CaracalModel, name: str, prompt: NDArray[np.int64], re
 
 
 @torch.no_grad()
-def _record_text(model: CaracalModel, tokenizer: Tokenizer, recorded: Recorded) -> None:
+def _record_text(model: CaracalModel, tokenizer: Tokenizer, recorded: Recorded, longest: int | None) -> None:
     """The likelihood of the passage's first tokens, from one forward pass over all of them."""
     text, bos = _PASSAGE.read_text(encoding="utf-8"), model.config.bos_token_id
     encoding = encode_text(tokenizer, text, special=False)
-    ids = encoding.ids[:_TEXT_TOKENS]
+    most = _TEXT_TOKENS if longest is None else min(_TEXT_TOKENS, longest - (0 if bos is None else 1))
+    ids = encoding.ids[:most]
     if len(ids) < 2:
         return
     row = torch.tensor([[*([] if bos is None else [bos]), *ids]])

@@ -60,4 +60,4 @@ def check_graph(path: Path) -> None:
         graph = onnx.load(str(path), load_external_data=False)
         onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True, data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise VerificationError(f"export: the graph is not valid ONNX: {error}") from error
+        raise VerificationError(f"the graph {path.name} is not valid ONNX: {error}") from error

@@ -9,34 +9,40 @@ Symbols: B batch, L length, D channels, H heads, C block of attention.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from onnxscript.onnx_opset import opset18 as op
 
 from caracal_export import operators  # noqa: F401 - importing registers the custom operators
+from caracal_export.attention import chunk_attention, ring_attention, sliding_window_attention
 from caracal_export.graph_ops import FLOAT, INT32, INT64, Value, column, dim, ints, iota, scalar
 from caracal_export.transform import complex_product, convolve_by_products
 
-_MASKED = -1e9  # added to a score that must not count; finite, because -inf turns into NaN on some providers
-
 
 class _Method(Protocol):
-    """The first `count` outputs of the sum of linear convolutions of pairs [B, L, D] and [B, K, D]; there are L + K."""
+    """The first `count` outputs of the sum of linear convolutions of pairs [B, L, D] and [B, K, D]; there are L + K.
 
-    def __call__(self, pairs: Sequence[tuple[Value, Value]], count: Value, *, folded: bool) -> Value: ...
+    With `longest` the transform has one size, for up to twice as many outputs.
+    """
+
+    def __call__(
+        self, pairs: Sequence[tuple[Value, Value]], count: Value, *, folded: bool, longest: int | None = None
+    ) -> Value: ...
 
 
-def _convolve_dft(pairs: Sequence[tuple[Value, Value]], count: Value, *, folded: bool) -> Value:
+def _convolve_dft(
+    pairs: Sequence[tuple[Value, Value]], count: Value, *, folded: bool, longest: int | None = None
+) -> Value:
     """A `_Method` by the ONNX operator `DFT` (opset 17: the axis is an attribute), two-sided both ways.
 
     The streams are padded to a power of two before the transform, so that the operator needs no `dft_length` (which some
     providers want constant) and takes its accurate path (its form for other lengths loses three digits).
     """
     left, right = dim(pairs[0][0], 1), dim(pairs[0][1], 1)
-    total = op.Add(left, right)
+    total = op.Add(left, right) if longest is None else ints(2 * longest)
     powers = ints(*(1 << e for e in range(31)))
     exponent = op.ReduceSum(op.Cast(op.Less(powers, total), to=INT64), keepdims=1)  # ceil(log2 total), exactly
     size = op.Gather(powers, exponent, axis=0)
@@ -114,109 +120,6 @@ def grouped_linear_step(x: Value, weight: Value) -> Value:
     return op.Reshape(y, ints(0, heads * head_dim))
 
 
-def sliding_window_attention(q: Value, k: Value, v: Value, heads: int, window: int) -> Value:
-    """Blocked causal attention over a whole sequence, in blocks of C = min(W, L) positions.
-
-    Args:
-        q, k, v: [B, L, D].
-        heads, window: H and W.
-
-    Returns:
-        [B, L, D].
-    """
-    length = dim(q, 1)
-    block = op.Min(length, ints(window))
-    before = op.Concat(ints(0), block, ints(0, 0, 0, 0), axis=0)
-    return _blocked_attention(q, op.Pad(k, before), op.Pad(v, before), block, None, heads, window)
-
-
-def chunk_attention(q: Value, k: Value, v: Value, starts: Value, heads: int, window: int) -> Value:
-    """Blocked causal attention of a chunk that continues a sequence, in blocks of W positions.
-
-    Args:
-        q: [B, L, D].
-        k, v: [B, W + L, D]: the W positions before the chunk, then its own.
-        starts: [B], int64: positions before the chunk; with fewer than W of them the first rows of k and v are unused.
-        heads, window: H and W.
-
-    Returns:
-        [B, L, D].
-    """
-    return _blocked_attention(q, k, v, ints(window), starts, heads, window)
-
-
-def _blocked_attention(
-    q: Value, k: Value, v: Value, block: Value, starts: Value | None, heads: int, window: int
-) -> Value:
-    """Queries of a block meet the keys of their own and of the previous block: q [B, L, D], k and v [B, C + L, D]."""
-    head_dim = int(q.shape[2]) // heads
-    length = dim(q, 1)
-    blocks = op.Div(op.Sub(op.Add(length, block), ints(1)), block)
-    far_end = op.Mul(blocks, block)
-    behind = op.Concat(ints(0, 0, 0, 0), op.Sub(far_end, length), ints(0), axis=0)
-    shape = op.Concat(ints(0), blocks, block, ints(heads, head_dim), axis=0)
-
-    def with_previous_block(x: Value) -> Value:
-        x = op.Pad(x, behind)
-        own = op.Reshape(op.Slice(x, block, ints(2**63 - 1), ints(1)), shape)
-        previous = op.Reshape(op.Slice(x, ints(0), far_end, ints(1)), shape)
-        return op.Concat(previous, own, axis=2)  # (B, blocks, 2C, H, Dh)
-
-    # Scaling the queries costs less than scaling the scores.
-    q = op.Reshape(op.Pad(op.Mul(q, scalar(1.0 / math.sqrt(head_dim))), behind), shape)
-    q = op.Transpose(q, perm=[0, 1, 3, 2, 4])  # (B, blocks, H, C, Dh)
-    keys = op.Transpose(with_previous_block(k), perm=[0, 1, 3, 4, 2])  # (B, blocks, H, Dh, 2C)
-    values = op.Transpose(with_previous_block(v), perm=[0, 1, 3, 2, 4])  # (B, blocks, H, 2C, Dh)
-    scores = op.Add(op.MatMul(q, keys), _window_mask(block, blocks, starts, window))
-    y = op.MatMul(op.Softmax(scores, axis=-1), values)  # (B, blocks, H, C, Dh)
-    y = op.Reshape(op.Transpose(y, perm=[0, 1, 3, 2, 4]), op.Concat(ints(0), far_end, ints(heads * head_dim), axis=0))
-    return op.Slice(y, ints(0), length, ints(1))
-
-
-def _window_mask(block: Value, blocks: Value, starts: Value | None, window: int) -> Value:
-    """[blocks, 1, C, 2C], with `starts` [B, blocks, 1, C, 2C]: 0 where a query sees a key, else a large negative number."""
-    size = op.Squeeze(op.Cast(block, to=FLOAT), ints(0))
-    index = op.Cast(iota(block), to=FLOAT)
-    query = column(index)  # (C, 1)
-    key = op.Sub(op.Cast(iota(op.Mul(block, ints(2))), to=FLOAT), size)  # (2C), relative to the block's start
-    distance = op.Sub(query, key)  # (C, 2C)
-    position = op.Add(op.Unsqueeze(op.Mul(op.Cast(iota(blocks), to=FLOAT), size), ints(1, 2)), key)  # (blocks, 1, 2C)
-    if starts is not None:
-        # Beyond W it does not matter how many; a float would round long counts.
-        known = op.Cast(op.Min(starts, ints(window)), to=FLOAT)
-        position = op.Add(position, op.Unsqueeze(known, ints(1, 2, 3)))  # (B, blocks, 1, 2C)
-    zero, one = scalar(0.0), scalar(1.0)
-    # Whole numbers, so that clipping to [0, 1] answers 'is it positive' without a boolean.
-    in_future = op.Clip(op.Neg(distance), zero, one)
-    too_old = op.Clip(op.Sub(distance, scalar(window - 1.0)), zero, one)
-    before_start = op.Clip(op.Neg(position), zero, one)
-    hidden = op.Min(op.Add(op.Add(in_future, too_old), before_start), one)  # (blocks, C, 2C)
-    return op.Unsqueeze(op.Mul(hidden, scalar(_MASKED)), ints(1 if starts is None else 2))
-
-
-def ring_attention(q: Value, k: Value, v: Value, keys: Value, values: Value, mask: Value) -> Value:
-    """Attention of one position over itself and a ring of W earlier ones, in any order: there is no positional encoding.
-
-    Args:
-        q, k, v: [B, D], of the position itself.
-        keys, values: [B, H, Dh, W] and [B, H, W, Dh].
-        mask: [B, W], added to the scores.
-
-    Returns:
-        [B, D].
-    """
-    heads, head_dim, window = (int(keys.shape[axis]) for axis in (1, 2, 3))
-    row, column = ints(0, heads, 1, head_dim), ints(0, heads, head_dim, 1)
-    q = op.Reshape(op.Mul(q, scalar(1.0 / math.sqrt(head_dim))), row)
-    past = op.Add(op.MatMul(q, keys), op.Unsqueeze(mask, ints(1, 2)))  # (B, H, 1, W)
-    own = op.MatMul(q, op.Reshape(k, column))  # (B, H, 1, 1)
-    weights = op.Softmax(op.Concat(past, own, axis=3), axis=-1)
-    past = op.Slice(weights, ints(0), ints(window), ints(3))
-    own = op.Slice(weights, ints(window), ints(window + 1), ints(3))
-    y = op.Add(op.MatMul(past, values), op.Mul(own, op.Reshape(v, row)))  # (B, H, 1, Dh)
-    return op.Reshape(y, ints(0, heads * head_dim))
-
-
 def push(rows: Value, new: Value, axis: int) -> Value:
     """Rows along an axis, oldest first, after the oldest has made room for a new one.
 
@@ -272,9 +175,15 @@ def tied_head(x: Value, embedding: Value) -> Value:
 MIXINGS: Mapping[str, _Method] = {"matmul": convolve_by_products, "dft": _convolve_dft}
 
 
-def translation_table(mixing: str) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What `torch.onnx.export(custom_translation_table=...)` takes, for one of `MIXINGS`."""
-    ops, method = torch.ops.caracal, MIXINGS[mixing]
+def translation_table(mixing: str, longest: int | None = None) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What `torch.onnx.export(custom_translation_table=...)` takes.
+
+    Args:
+        mixing: one of `MIXINGS`.
+        longest: positions of a stream at most, for which every transform is then made; None for transforms that take any.
+    """
+    ops = torch.ops.caracal
+    method = MIXINGS[mixing] if longest is None else partial(MIXINGS[mixing], longest=longest)
 
     def causal_conv_here(v: Value, g: Value) -> Value:
         return causal_conv(v, g, method=method)

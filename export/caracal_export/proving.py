@@ -48,11 +48,18 @@ def prove(opened: Bundle, *, threads: int, progress: Progress) -> ParityReport:
             found,
         )
     if found.verdict == "NOT RUN":
-        raise NotRunError(f"export: the bundle could not be verified, nothing was written (--no-verify skips): {line}")
+        raise NotRunError(
+            f"{_command(opened)}: the bundle could not be verified, nothing was written (--no-verify skips): {line}"
+        )
     progress("verifying: the step of a state on a device", 0, 1)
     _check_resident_step(opened, threads)
     progress("verifying: the step of a state on a device", 1, 1)
     return found
+
+
+def _command(bundle: Bundle) -> str:
+    """Which command makes such a bundle, for messages."""
+    return "export" if bundle.manifest.quantization is None else "quantize"
 
 
 def _check_resident_step(bundle: Bundle, threads: int) -> None:
@@ -77,6 +84,6 @@ def _check_resident_step(bundle: Bundle, threads: int) -> None:
     )
     if not error <= limit:
         raise VerificationError(
-            f"export: step_resident does not compute what step does, nothing was written: relative L2 {error:.1e} on "
+            f"{_command(bundle)}: step_resident does not compute what step does, nothing was written: relative L2 {error:.1e} on "
             f"{case.name}, at most {limit:.0e} is right"
         )

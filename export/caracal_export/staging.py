@@ -92,6 +92,7 @@ def _json_object(path: Path) -> dict[str, object]:
 
 
 BUNDLE = Kind("export", "bundle", _bundle_files)
+QUANTIZED = Kind("quantize", "bundle", _bundle_files)
 CHECKPOINT = Kind("convert", "checkpoint", _checkpoint_files)
 
 

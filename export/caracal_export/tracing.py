@@ -6,15 +6,17 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_ir as ir
 import torch
+from caracal_runtimes.pass_lengths import ANY, AXIS, PassLengths
 
 from caracal import CaracalConfig, CaracalModel
 from caracal.config import MHF
 from caracal_export import passes
+from caracal_export.folding import fold_constants
 from caracal_export.graph_model import (
     ConvolveGraph,
     ExtendGraph,
@@ -30,7 +32,13 @@ from caracal_export.opsets import IR_VERSIONS, TRACED_OPSET, retarget
 LAGS = 64
 
 
-def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int = LAGS) -> ir.Model:
+#: Graphs that passes over several tokens run, for which those may be bounded.
+BOUNDED = ("forward", "extend")
+
+
+def trace(
+    model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int = LAGS, lengths: PassLengths = ANY
+) -> ir.Model:
     """Traces one of the graphs of a bundle.
 
     Args:
@@ -39,11 +47,18 @@ def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int 
         mixing: `matmul` or `dft`.
         opset: within `opsets.OPSETS`.
         lags: M of the step graph, a power of two.
+        lengths: what the graphs in `BOUNDED` need take. With a bound all that does not depend on inputs is a constant in them.
 
     Returns:
-        A graph in which batch, length and positions are symbolic, named after the modules it came from.
+        A graph in which batch, length and positions are symbolic (the length not where it is static), named after the modules
+        it came from.
     """
+    lengths = lengths if name in BOUNDED else ANY
     module, inputs, outputs = _TRACED[name](model, lags)
+    inputs = [
+        [tensor.sized(lengths) for tensor in entry] if isinstance(entry, list) else entry.sized(lengths)
+        for entry in inputs
+    ]
     arguments, shapes = [], []
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     for entry in inputs:
@@ -59,7 +74,7 @@ def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int 
             input_names=names,
             output_names=outputs,
             dynamic_shapes=tuple(shapes),
-            custom_translation_table=translation_table(mixing),
+            custom_translation_table=translation_table(mixing, lengths.most),
             opset_version=TRACED_OPSET,
             dynamo=True,
             optimize=False,
@@ -68,6 +83,8 @@ def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int 
     assert program is not None
     traced = program.model
     passes.clean(traced)
+    if lengths.most is not None:
+        fold_constants(traced)
     traced.graph.name = name
     traced.ir_version = IR_VERSIONS[TRACED_OPSET]
     traced.producer_name, traced.producer_version = "caracal-onnx", None
@@ -81,6 +98,10 @@ class _Input:
     name: str
     shape: tuple[int | str, ...]
     dtype: torch.dtype = torch.float32
+
+    def sized(self, lengths: PassLengths) -> _Input:
+        """The same with the length axis that such graphs have."""
+        return replace(self, shape=tuple(lengths.axis if size == AXIS else size for size in self.shape))
 
     def example(self, device: torch.device) -> torch.Tensor:
         """Zeros of the example's sizes."""

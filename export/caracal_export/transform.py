@@ -100,10 +100,12 @@ class RightAngle:
         folded: put the last stage's twiddle factors into its matrices, which is fastest where many layers share them. Otherwise one
             [2 n3, 2 n3] matrix serves all and the twiddles are multiplied in: tables of N numbers instead of N n3, for a graph
             whose tables serve a single call.
+        fixed: `total` is a constant, and so are all matrices, that of the first stage too: shorter streams take what they need
+            of it, instead of having one of their own length.
     """
 
-    def __init__(self, total: Value, width: Value, *, folded: bool) -> None:
-        self.folded = folded
+    def __init__(self, total: Value, width: Value, *, folded: bool, fixed: bool = False) -> None:
+        self.folded, self.fixed = folded, fixed
         points = ceil_div(total, ints(2))
         # How many powers of two are smaller: ceil(log2 points).
         behind = op.Div(op.Cast(op.Sub(points, ints(1)), to=INT32), int32(*(1 << e for e in range(len(FACTORS) - 1))))
@@ -141,6 +143,8 @@ class RightAngle:
         """The transforms, [B, n1 n2, 2 n3, D] with real parts in front of imaginary ones, of [B, length, D], length <= 2N."""
         blocks = ceil_div(length, self.m)
         first = self._first(blocks)
+        if self.fixed:
+            first = op.Slice(first, ints(0), blocks, ints(1))
         padding = shape(0, 0, 0, 0, op.Sub(op.Mul(blocks, self.m), length), 0)
         as_blocks = shape(0, blocks, -1)
         found = []
@@ -168,13 +172,16 @@ class RightAngle:
         x = op.MatMul(op.Transpose(self.middle, perm=[0, 2, 1]), op.Reshape(x, self.as_middle))
         blocks = ceil_div(count, self.m)
         back = op.Div(op.Transpose(self._first(blocks), perm=[1, 0]), op.Cast(self.size, to=FLOAT))
+        if self.fixed:
+            back = op.Slice(back, ints(0), blocks, ints(0))
         x = op.MatMul(back, op.Reshape(x, shape(0, op.Mul(self.n1, ints(2)), -1)))  # (B, blocks, m D)
         return op.Slice(op.Reshape(x, shape(0, op.Mul(blocks, self.m), -1)), ints(0), count, ints(1))
 
     # Angles are whole numbers of which 4N are a full turn, and lie in two turns at most.
 
     def _first(self, blocks: Value) -> Value:
-        """[2 n1, blocks], rows in pairs (real, imaginary)."""
+        """[2 n1, blocks], rows in pairs (real, imaginary); all 2 n1 blocks that there can be where the size is fixed."""
+        blocks = op.Mul(self.n1, ints(2)) if self.fixed else blocks
         turn = op.Mul(self.n1_32, int32(4))
         angle = remainder(op.Mul(column(self._quarter(self.digits1)), iota(blocks)), turn)
         cos, sin = self._roots(op.Mul(angle, op.Cast(self.m, to=INT32)))
@@ -215,15 +222,19 @@ class RightAngle:
         return op.Mul(remainder(op.Mul(column(digit), digit), factor_32), int32(4))
 
 
-def convolve_by_products(pairs: Sequence[tuple[Value, Value]], count: Value, *, folded: bool) -> Value:
+def convolve_by_products(
+    pairs: Sequence[tuple[Value, Value]], count: Value, *, folded: bool, longest: int | None = None
+) -> Value:
     """The first `count` outputs [B, count, D] of the sum of linear convolutions of pairs [B, L, D] and [B, K, D]; count <= L + K.
 
-    Raises nothing: a transform that is too short for what is asked would wrap around, and none here is.
+    Raises nothing: a transform that is too short for what is asked would wrap around. None here is, where whoever runs the
+    graph keeps L + K within 2 * `longest`; with that, one transform of 2 * `longest` outputs serves all lengths.
     """
     left, right = dim(pairs[0][0], 1), dim(pairs[0][1], 1)
     size = pairs[0][0].shape[2]
     width = ints(size) if isinstance(size, int) else dim(pairs[0][0], 2)
-    transform = RightAngle(op.Add(left, right), width, folded=folded)
+    total = op.Add(left, right) if longest is None else ints(2 * longest)
+    transform = RightAngle(total, width, folded=folded, fixed=longest is not None)
     firsts = transform.spectra([a for a, _ in pairs], left)
     seconds = transform.spectra([b for _, b in pairs], right)
     products, *others = (transform.product(a, b) for a, b in zip(firsts, seconds, strict=True))

@@ -14,14 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from caracal_runtimes.bundle import Bundle
+from caracal_runtimes.cache_folder import cache_folder, read_owned, write_atomically
+from caracal_runtimes.detecting import detect
 from caracal_runtimes.environment import environment
 from caracal_runtimes.errors import InputError, NotRunError
 from caracal_runtimes.parity import Progress
-from caracal_runtimes.parity_matrix import ALL, Limits, detect, run_matrix
+from caracal_runtimes.parity_matrix import ALL, Limits, run_matrix
 from caracal_runtimes.parity_report import ParityReport, ProviderReport
 from caracal_runtimes.providers import Settings, parse
 from caracal_runtimes.records import build, jsonable
-from caracal_runtimes.whole_file import replacing
 
 AUTO = "auto"
 _LIMITS = Limits(seconds=60.0)
@@ -58,7 +59,7 @@ def choose(
     Args:
         bundle: an opened bundle.
         settings: threads; options cannot be for all providers.
-        cache: folder of remembered choices; the user's cache folder when None.
+        cache: folder of remembered choices; the user's (`cache_folder`) when None.
         measure: does the measuring, for tests.
         progress: called with what is running, done and total.
 
@@ -70,8 +71,8 @@ def choose(
     if settings.options:
         raise InputError("--ep-option: options are a provider's own, and --ep auto has not chosen one yet; name it")
     folder = cache_folder() if cache is None else cache
-    file = folder / f"auto-{_key(bundle, settings)}.json"
-    known = _read(file)
+    file = None if folder is None else folder / f"auto-{_key(bundle, settings)}.json"
+    known = None if file is None else _read(file)
     if known is not None and _still_there(known.ep):
         return Choice(known.ep, known.why, cached=True)
     report = (
@@ -80,7 +81,8 @@ def choose(
         else run_matrix(bundle, [ALL], settings, quick=True, limits=_LIMITS, progress=progress)
     )
     choice = decide(report)
-    _write(file, choice)
+    if file is not None:  # where it cannot be kept, it only costs measuring again
+        write_atomically(file, json.dumps(jsonable(asdict(choice))).encode())
     return choice
 
 
@@ -100,13 +102,6 @@ def decide(report: ParityReport) -> Choice:
     why = f"{best.ep} is the fastest that is right: {_figures(best)}"
     why += f"; then {figures}" if figures else "; no other provider is right here"
     return Choice(best.ep, why + (f"; not {left}" if left else ""))
-
-
-def cache_folder() -> Path:
-    """Where this user's programs keep what can be made again."""
-    if os.name == "nt":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home()) / "caracal"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "caracal"
 
 
 def _cost(row: ProviderReport) -> float | None:
@@ -137,9 +132,10 @@ def _key(bundle: Bundle, settings: Settings) -> str:
 
 
 def _read(file: Path) -> Choice | None:
+    content = read_owned(file)
     try:
-        return build(Choice, json.loads(file.read_text(encoding="utf-8")), file.name)
-    except (OSError, ValueError, InputError):  # none yet, or one that something else has damaged: measure again
+        return None if content is None else build(Choice, json.loads(content), file.name)
+    except (ValueError, InputError, RecursionError):  # one that something else has damaged: measure again
         return None
 
 
@@ -149,13 +145,3 @@ def _still_there(ep: str) -> bool:
         return detect(parse(ep)[0]).state == "ready"
     except InputError:
         return False
-
-
-def _write(file: Path, choice: Choice) -> None:
-    """Keeps a choice where it can be kept; a read-only home only costs measuring again."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as place:
-            place.write_text(json.dumps(jsonable(asdict(choice))), encoding="utf-8")
-    except OSError:
-        return

@@ -130,7 +130,14 @@ def run_bench(
     model = bundle.model(ep, threads=threads) if model is None else model
     for context in options.contexts:
         lengths = [context] * options.batch
-        check_decode(model.spec, lengths, options.new_tokens + options.warmup, options.chunk, mixing=model.mixing)
+        check_decode(
+            model.spec,
+            lengths,
+            options.new_tokens + options.warmup,
+            options.chunk,
+            mixing=model.mixing,
+            bounds=model.lengths,
+        )
     rng = np.random.default_rng(0)
     samples: dict[int, list[_Sample]] = {context: [] for context in options.contexts}
     total = (options.repeats + 1) * len(options.contexts)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from caracal_runtimes.graph_interface import check_manifest, lags_of
 from caracal_runtimes.manifest import GRAPHS, MHF, SWA, GraphSpec, ModelSpec
+from caracal_runtimes.pass_lengths import ANY, PassLengths
 from caracal_runtimes.session import DeviceSession, Session
 
 #: Tokens of a block from which on `convolve_long` is the faster of the two.
@@ -70,6 +71,7 @@ class DecodeGraphs:
         open_session: loads one of them; called when it is first needed.
         resident: the sessions can keep the decode state in the memory in which they compute, which is not the host's.
         keeps_memory: what a pass took stays with its session, for the next one, and sessions may have weights of their own.
+        lengths: what a pass over tokens can take.
 
     Raises:
         BundleError: the graphs' inputs are not those of a model of these sizes.
@@ -83,10 +85,12 @@ class DecodeGraphs:
         *,
         resident: bool = False,
         keeps_memory: bool = True,
+        lengths: PassLengths = ANY,
     ) -> None:
+        self.lengths = lengths
         self.spec, self.resident, self.keeps_memory = spec, resident, keeps_memory
         self.mhf, self.swa = spec.layers(MHF), spec.layers(SWA)
-        check_manifest(spec, graphs)
+        check_manifest(spec, graphs, lengths)
         self.lags = lags_of(spec, graphs["step"])
         self.granted = 0  # bytes that passes over prompts have taken; the sessions' arenas keep them
         self._open = open_session
@@ -171,18 +175,21 @@ class DecodeGraphs:
 
     def _read(self, graph: str, feeds: Mapping[str, NDArray[np.generic]], lengths: NDArray[np.generic]) -> list[Read]:
         spec, width = self.spec, self.spec.hidden_size
+        length = feeds["input_ids"].shape[1]
+        self.lengths.check(length)
         parts = ["v", "g", "mixed", *(["conv"] if spec.conv_kernel > 1 else [])]
         names = [f"present.{layer}.{part}" for layer in self.mhf for part in parts]
         names += [f"present.{layer}.{part}" for layer in self.swa for part in ("keys", "values")]
-        logits, *found = self.session(graph).run(feeds, ["logits", *names])
+        logits, *found = self.session(graph).run(self.lengths.padded(feeds), ["logits", *names])
         state = dict(zip(names, found, strict=True))
         reads = []
-        for row, length in enumerate(lengths.tolist()):
+        for row, count in enumerate(lengths.tolist()):
             streams = tuple(
-                (state[f"present.{layer}.v"][row, :length], state[f"present.{layer}.g"][row, :length])
+                (state[f"present.{layer}.v"][row, :count], state[f"present.{layer}.g"][row, :count])
                 for layer in self.mhf
             )
-            mixed = tuple(state[f"present.{layer}.mixed"][row] for layer in self.mhf)
+            # What a padded pass has behind is the rounding of zeros.
+            mixed = tuple(state[f"present.{layer}.mixed"][row, : 2 * length] for layer in self.mhf)
             conv = np.zeros((len(self.mhf), spec.conv_kernel - 1, width), np.float32)
             keys = np.empty((len(self.swa), spec.sliding_window, width), np.float32)
             values = np.empty_like(keys)

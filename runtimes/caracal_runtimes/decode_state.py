@@ -108,7 +108,7 @@ def begin(
     texts = [[int(token) for token in prompt] for prompt in prompts]
     rows = [Row.empty(graphs) for _ in prompts]
     logits = np.empty((len(rows), graphs.spec.vocab_size), np.float32)
-    size = chunk_size(graphs.lags, chunk)
+    most, size = chunk_size(graphs.lags, chunk), pass_size(graphs, chunk)
     total, done = sum(map(len, texts)), 0
 
     def tell(count: int) -> None:
@@ -122,7 +122,7 @@ def begin(
     while order:
         group = [order.pop()]
         longest = min(len(texts[group[0]]), size)
-        while order and (len(group) + 1) * longest <= size:
+        while order and (len(group) + 1) * graphs.lengths.inside(longest) <= most:
             group.append(order.pop())
         found = _begin_group(graphs, [rows[i] for i in group], [texts[i] for i in group], size, tell)
         for index, last in zip(group, found, strict=True):
@@ -162,7 +162,7 @@ def extend(
 
     `tell` is called with the number of tokens that a pass has read.
     """
-    size = chunk_size(graphs.lags, chunk)
+    size = pass_size(graphs, chunk)
     tokens = [int(token) for token in tokens]
     if row.known < graphs.lags or (row.known <= len(tokens) and row.known + len(tokens) <= size):
         (fresh,), (last,) = begin(graphs, [[*row.ids, *tokens]], chunk)  # cheaper than to continue, or too short for it
@@ -196,3 +196,8 @@ def extend(
 def chunk_size(lags: int, chunk: int) -> int:
     """The largest power of two of at most `chunk`, and at least M."""
     return max(lags, 1 << (max(1, chunk).bit_length() - 1))
+
+
+def pass_size(graphs: DecodeGraphs, chunk: int) -> int:
+    """The most tokens of one row that a pass reads: `chunk_size`, or less where the graphs have a bound."""
+    return chunk_size(graphs.lags, graphs.lengths.capped(max(graphs.lags, chunk)))

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from caracal_runtimes.errors import BundleError, InputError
 from caracal_runtimes.limits import check_forward, check_ids, forward_bytes
 from caracal_runtimes.manifest import ModelSpec
+from caracal_runtimes.pass_lengths import ANY, PassLengths
 from caracal_runtimes.session import Session
 
 INPUTS = ("input_ids", "lengths", "logit_positions")
@@ -24,9 +25,19 @@ class ForwardPass:
         spec: sizes of the model.
         mixing: how the graph computes the transform, `matmul` or `dft`.
         keeps_memory: what a pass took stays with the session, for the next one.
+        lengths: what a pass can take; shorter rows are padded where its length is fixed.
     """
 
-    def __init__(self, session: Session, spec: ModelSpec, *, mixing: str = "matmul", keeps_memory: bool = True) -> None:
+    def __init__(
+        self,
+        session: Session,
+        spec: ModelSpec,
+        *,
+        mixing: str = "matmul",
+        keeps_memory: bool = True,
+        lengths: PassLengths = ANY,
+    ) -> None:
+        self.lengths = lengths
         self.spec, self.mixing, self.keeps_memory = spec, mixing, keeps_memory
         self._granted = 0
         self._session = session
@@ -59,8 +70,8 @@ class ForwardPass:
 
         Raises:
             BundleError: graph and manifest contradict each other.
-            InputError: ids outside the vocabulary, no tokens, positions out of range, lengths out of range, or more than
-                memory allows.
+            InputError: ids outside the vocabulary, no tokens, more tokens in a row than the bundle's `max_length`, positions
+                out of range, lengths out of range, or more than memory allows.
             NotRunError: the provider failed.
         """
         ids = pad_right(input_ids)
@@ -85,7 +96,8 @@ class ForwardPass:
                     f"logit_positions: must be from 0 to {length - 1}, found {positions.min()} to {positions.max()}"
                 )
         self.check(batch, length, positions.shape[1])
-        (logits,) = self._session.run({"input_ids": ids, "lengths": valid, "logit_positions": positions}, ["logits"])
+        feeds = self.lengths.padded({"input_ids": ids, "lengths": valid, "logit_positions": positions})
+        (logits,) = self._session.run(feeds, ["logits"])
         expected = (batch, positions.shape[1], self.spec.vocab_size)
         if logits.shape != expected:
             raise BundleError(
@@ -93,13 +105,16 @@ class ForwardPass:
                 f"and graph do not belong together, export the checkpoint again"
             )
         if self.keeps_memory:
-            taken = forward_bytes(self.spec, batch, length, positions.shape[1], self.mixing)
+            taken = forward_bytes(self.spec, batch, length, positions.shape[1], self.mixing, self.lengths)
             self._granted = max(self._granted, taken)
         return logits.astype(np.float32, copy=False)
 
     def check(self, batch: int, length: int, positions: int) -> None:
-        """Refuses a pass of this size if it cannot be right or cannot fit. Raises LimitError."""
-        check_forward(self.spec, batch, length, positions, mixing=self.mixing, granted=self._granted)
+        """Refuses a pass of this size if it cannot be right or cannot fit. Raises InputError, of which LimitError is one."""
+        self.lengths.check(length)
+        check_forward(
+            self.spec, batch, length, positions, mixing=self.mixing, granted=self._granted, lengths=self.lengths
+        )
 
 
 def pad_right(rows: ArrayLike | Sequence[Sequence[int]], pad: int = 0) -> NDArray[np.int64]:

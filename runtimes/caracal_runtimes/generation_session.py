@@ -17,7 +17,7 @@ from caracal_runtimes.decode_state import CHUNK
 from caracal_runtimes.decoding import Stateful
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.generation import Generated, OnText, OnToken, Progress, Prompts, StopRule
-from caracal_runtimes.limits import check_decode, forward_bytes
+from caracal_runtimes.limits import check_decode, forward_bytes, prompt_pass
 from caracal_runtimes.sampling import SamplingOptions
 
 if TYPE_CHECKING:
@@ -184,13 +184,14 @@ class GenerationSession:
             known=known,
             mixing=self._source.mixing,
             granted=graphs.granted,
+            bounds=graphs.lengths,
         )
 
     def _grant(self, lengths: Sequence[int]) -> None:
         """Notes what the sessions' arenas keep after a pass."""
-        graphs, size = self._source.graphs, min(self._chunk, max(lengths))
-        rows = max(1, min(len(lengths), self._chunk // size))
-        graphs.grant(forward_bytes(graphs.spec, rows, size, rows, self._source.mixing))
+        graphs = self._source.graphs
+        rows, size = prompt_pass(lengths, self._chunk, graphs.lengths)
+        graphs.grant(forward_bytes(graphs.spec, rows, size, rows, self._source.mixing, graphs.lengths))
 
 
 def check_request(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from caracal_runtimes.errors import BundleError
 from caracal_runtimes.manifest import MHF, GraphSpec, ModelSpec, TensorSpec
+from caracal_runtimes.pass_lengths import ANY, PassLengths
 
 Shape = tuple[int | str, ...]
 _AGAIN = "manifest and graphs do not belong together, export the checkpoint again"
@@ -29,11 +30,12 @@ def lags_of(spec: ModelSpec, step: GraphSpec) -> int:
     )
 
 
-def expected_inputs(spec: ModelSpec, lags: int) -> dict[str, dict[str, Shape]]:
+def expected_inputs(spec: ModelSpec, lags: int, lengths: PassLengths = ANY) -> dict[str, dict[str, Shape]]:
     """Inputs of the graphs that read weights, by graph and name; a symbolic axis is its name."""
+    length = lengths.axis
     width, window, heads = spec.hidden_size, spec.sliding_window, spec.num_attention_heads
     reading: dict[str, Shape] = {
-        "input_ids": ("batch", "length"),
+        "input_ids": ("batch", length),
         "lengths": ("batch",),
         "logit_positions": ("batch", "positions"),
     }
@@ -43,7 +45,7 @@ def expected_inputs(spec: ModelSpec, lags: int) -> dict[str, dict[str, Shape]]:
     for layer, kind in enumerate(spec.layer_types):
         past = f"past.{layer}."
         if kind == MHF:
-            extend |= {f"{past}{name}": ("batch", "length", width) for name in ("pending", "lag_v", "lag_g")}
+            extend |= {f"{past}{name}": ("batch", length, width) for name in ("pending", "lag_v", "lag_g")}
             step |= {f"{past}{name}": ("batch", width) for name in ("pending", "first_v", "first_g")}
             recent = ("recent_v", "recent_g", "lag_v", "lag_g")
             step |= {f"{past}{name}": (lags, "batch", width) for name in recent}
@@ -57,9 +59,14 @@ def expected_inputs(spec: ModelSpec, lags: int) -> dict[str, dict[str, Shape]]:
     return {"forward": reading, "extend": extend, "step": step, "step_resident": step | resident}
 
 
-def check_manifest(spec: ModelSpec, graphs: Mapping[str, GraphSpec]) -> None:
+def check_manifest(spec: ModelSpec, graphs: Mapping[str, GraphSpec], lengths: PassLengths = ANY) -> None:
     """Compares the configuration with what the manifest says of its graphs. Raises BundleError naming the first tensor."""
-    for graph, wanted in expected_inputs(spec, lags_of(spec, graphs["step"])).items():
+    lags = lags_of(spec, graphs["step"])
+    if lengths.most is not None and lengths.most < lags:
+        raise BundleError(
+            f"manifest.max_length: expected at least {lags}, which the graph step mixes by itself, found {lengths.most}; {_AGAIN}"
+        )
+    for graph, wanted in expected_inputs(spec, lags, lengths).items():
         _compare(f"manifest.graphs.{graph}", wanted, {tensor.name: tensor.shape for tensor in graphs[graph].inputs})
         logits = next((tensor.shape for tensor in graphs[graph].outputs if tensor.name == "logits"), None)
         if logits is None or logits[-1] != spec.vocab_size:

@@ -146,7 +146,7 @@ def judge(ep: str, node: Node, opsets: Mapping[str, int], dtype: str, constants:
         constants: the graph's `constants()`.
     """
     found = explain(ep, node.op_type, node.domain, opsets.get(node.domain, 0), dtype)
-    if found.verdict != "conditional" or not (found.constant or found.attributes):
+    if not depends_on_node(found):
         return found
     inputs = dict(enumerate(node.inputs))
     if any(inputs.get(place) and inputs[place] not in constants for place in found.constant):
@@ -154,6 +154,11 @@ def judge(ep: str, node: Node, opsets: Mapping[str, int], dtype: str, constants:
     if any(node.int_attribute(name, value) != value for name, value in found.attributes.items()):
         return found
     return Support("kernel", "", found.version)
+
+
+def depends_on_node(support: Support) -> bool:
+    """Whether `judge` may answer otherwise than `explain` did: there is a condition, and the graph tells whether it holds."""
+    return support.verdict == "conditional" and bool(support.constant or support.attributes)
 
 
 def dtype_of(node: Node, values: Mapping[str, Value]) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from caracal_runtimes.errors import InputError, LimitError
 from caracal_runtimes.machine import available_bytes
 from caracal_runtimes.manifest import MHF, ModelSpec
+from caracal_runtimes.pass_lengths import ANY, PassLengths
 from caracal_runtimes.transform_factors import factors
 
 MAX_ELEMENTS = 2**31 - 1
@@ -25,7 +26,7 @@ _STATE_FACTOR = 2.0
 
 
 def largest_tensors(
-    model: ModelSpec, batch: int, length: int, positions: int, mixing: str = "matmul"
+    model: ModelSpec, batch: int, length: int, positions: int, mixing: str = "matmul", lengths: PassLengths = ANY
 ) -> dict[str, int]:
     """Elements of the tensors that grow with the input, by what they are.
 
@@ -33,60 +34,72 @@ def largest_tensors(
         batch, length: of `input_ids`.
         positions: logit positions per row.
         mixing: how the graph computes the transform.
+        lengths: what the graph makes of a length.
     """
+    transformed, length = lengths.transformed(length), lengths.inside(length)
     heads, width = model.num_attention_heads, model.hidden_size
-    block = min(model.sliding_window, length)
+    block = min(-(-model.sliding_window // 2), length)
     padded = -(-length // block) * block
     if mixing == "dft":  # a power of two of at least 2L points, complex
-        spectra, tables = 2 * (2 << (length - 1).bit_length()), 0
+        spectra, tables = 2 * (2 << (transformed - 1).bit_length()), 0
     else:  # every part of one spectrum times every part of the other
-        n1, n2, n3 = factors(length)
+        n1, n2, n3 = factors(transformed)
         spectra, tables = 4 * n1 * n2 * n3, n1 * n2 * 8 * n3 * n3
     return {
         "logits [B, P, V]": batch * positions * model.vocab_size,
-        "attention scores [B, H, L, 2W]": batch * heads * padded * 2 * block,
+        "attention scores [B, H, L, 1.5 W]": batch * heads * padded * 3 * block,
         "feed-forward [B, L, F]": batch * length * model.intermediate_size,
         "spectra [B, 4L, D]": batch * spectra * width,
         "transform tables": tables,
     }
 
 
-def forward_bytes(model: ModelSpec, batch: int, length: int, positions: int, mixing: str = "matmul") -> int:
+def forward_bytes(
+    model: ModelSpec, batch: int, length: int, positions: int, mixing: str = "matmul", lengths: PassLengths = ANY
+) -> int:
     """Estimated peak bytes of a float32 forward pass, weights not counted.
 
     An upper estimate: scores exist as product, masked sum and softmax; both streams' spectra with their product; the
     feed-forward's branches; the logits with the copy that is handed out. The layers' parts are added although they do
     not run at the same time, because the runtime's arena keeps what one kind of layer asked for.
     """
-    sizes = largest_tensors(model, batch, length, positions, mixing)
+    sizes = largest_tensors(model, batch, length, positions, mixing, lengths)
+    length = lengths.inside(length)
     mhf = len(model.layers(MHF))
     residual = (6 + 4 * mhf) * batch * length * model.hidden_size  # the decode state goes out with the logits
     transform = 4 * sizes["spectra [B, 4L, D]"] + 2 * sizes["transform tables"]
-    attention = 3 * sizes["attention scores [B, H, L, 2W]"]
+    attention = 3 * sizes["attention scores [B, H, L, 1.5 W]"]
     feed_forward = 4 * sizes["feed-forward [B, L, F]"]
     return _FLOAT * (residual + transform + attention + feed_forward + 2 * sizes["logits [B, P, V]"])
 
 
 def check_forward(
-    model: ModelSpec, batch: int, length: int, positions: int, *, mixing: str = "matmul", granted: int = 0
+    model: ModelSpec,
+    batch: int,
+    length: int,
+    positions: int,
+    *,
+    mixing: str = "matmul",
+    granted: int = 0,
+    lengths: PassLengths = ANY,
 ) -> None:
     """Refuses a forward pass that cannot be right or cannot fit.
 
     Args:
-        model, batch, length, positions, mixing: see `largest_tensors`.
+        model, batch, length, positions, mixing, lengths: see `largest_tensors`.
         granted: bytes that earlier passes of the same session were granted; its arena keeps them, so they are not
             available any more and not needed again.
 
     Raises:
         LimitError: with the numbers.
     """
-    for what, elements in largest_tensors(model, batch, length, positions, mixing).items():
+    for what, elements in largest_tensors(model, batch, length, positions, mixing, lengths).items():
         if elements > MAX_ELEMENTS:
             raise LimitError(
                 f"input too large: {batch} row(s) of {length:,} tokens need {what} with {elements:,} elements, "
                 f"at most {MAX_ELEMENTS:,} are computed correctly; use a shorter text, fewer rows or fewer logit positions"
             )
-    needed, available = forward_bytes(model, batch, length, positions, mixing), available_bytes()
+    needed, available = forward_bytes(model, batch, length, positions, mixing, lengths), available_bytes()
     if available is not None and needed - granted > available:
         raise LimitError(
             f"input too large for memory: {batch} row(s) of {length:,} tokens need about {needed / 1e9:.1f} GB, "
@@ -109,11 +122,12 @@ def check_decode(
     known: int = 0,
     mixing: str = "matmul",
     granted: int = 0,
+    bounds: PassLengths = ANY,
 ) -> None:
     """Refuses a generation that cannot fit, before its first token rather than after a thousand.
 
     Args:
-        model, mixing: see `largest_tensors`.
+        model, mixing, bounds: see `largest_tensors`, where these are the `lengths`.
         lengths: tokens of each row that are to be read before it.
         new_tokens: tokens that each row may grow by.
         chunk: tokens that one pass reads at most.
@@ -129,11 +143,10 @@ def check_decode(
             f"context too long: {known + max(lengths):,} tokens and {new_tokens:,} new ones are {longest:,}, at most "
             f"{MAX_CONTEXT:,} are supported; use a shorter prompt or fewer new tokens"
         )
-    size = min(chunk, max(lengths))
-    rows = max(1, min(len(lengths), chunk // size))
-    check_forward(model, rows, size, rows, mixing=mixing, granted=granted)
+    rows, size = prompt_pass(lengths, chunk, bounds)
+    check_forward(model, rows, size, rows, mixing=mixing, granted=granted, lengths=bounds)
     needed = sum(state_bytes(model, length + new_tokens) for length in lengths)
-    needed += max(0, forward_bytes(model, rows, size, rows, mixing) - granted)
+    needed += max(0, forward_bytes(model, rows, size, rows, mixing, bounds) - granted)
     available = available_bytes()
     if available is not None and needed > available:
         raise LimitError(
@@ -141,6 +154,18 @@ def check_decode(
             f"{needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are available; use a shorter prompt, fewer rows, fewer "
             f"new tokens or a smaller --prefill-chunk"
         )
+
+
+def prompt_pass(lengths: Sequence[int], chunk: int, bounds: PassLengths = ANY) -> tuple[int, int]:
+    """Rows and tokens of each of the largest pass over prompts of these lengths.
+
+    Args:
+        lengths: tokens of each row.
+        chunk: tokens that one pass reads at most, over all rows.
+        bounds: of the graphs.
+    """
+    size = min(bounds.capped(chunk), max(lengths))
+    return max(1, min(len(lengths), chunk // bounds.inside(size))), size
 
 
 def check_ids(input_ids: NDArray[np.int64], vocab_size: int) -> None:

@@ -16,9 +16,12 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from caracal_runtimes.errors import BundleError
+from caracal_runtimes.pass_lengths import PassLengths
 
 FORMAT = "caracal-bundle"
 FORMAT_VERSION = 4
+#: Of a bundle whose passes are bounded: a reader that does not know the bound would compute wrong values beyond it.
+BOUNDED_VERSION = 5
 MANIFEST_FILE = "manifest.json"
 #: The raw Ed25519 signature of the manifest's bytes, where somebody signed.
 SIGNATURE_FILE = "manifest.sig"
@@ -168,7 +171,11 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole of `manifest.json`."""
+    """The whole of `manifest.json`.
+
+    `max_length` is the most tokens that one pass over a row may read, None without such a bound; with `static_length` every
+    pass has exactly so many.
+    """
 
     config: dict[str, Any]
     precision: str
@@ -181,6 +188,13 @@ class Manifest:
     source: dict[str, Any] = field(default_factory=dict)
     verification: dict[str, Any] | None = None
     quantization: Quantization | None = None
+    max_length: int | None = None
+    static_length: bool = False
+
+    @property
+    def lengths(self) -> PassLengths:
+        """What one pass can take."""
+        return PassLengths(self.max_length, self.static_length)
 
     @property
     def model(self) -> ModelSpec:
@@ -189,7 +203,12 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
-        return json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
+        data = asdict(self)
+        version = BOUNDED_VERSION
+        if self.max_length is None:
+            version = FORMAT_VERSION
+            del data["max_length"], data["static_length"]
+        return json.dumps({"format": FORMAT, "format_version": version, **data}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -203,10 +222,10 @@ class Manifest:
         if top.get("format", str) != FORMAT:
             raise BundleError(f'manifest.format must be "{FORMAT}", found {data["format"]!r:.60}')
         version = top.get("format_version", int)
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, BOUNDED_VERSION):
             raise BundleError(
-                f"manifest.format_version {version!r:.40} is not one this version reads ({FORMAT_VERSION}); "
-                + ("update caracal-onnx" if version > FORMAT_VERSION else "export the bundle again")
+                f"manifest.format_version {version!r:.40} is not one this version reads ({FORMAT_VERSION}, {BOUNDED_VERSION}); "
+                + ("update caracal-onnx" if version > BOUNDED_VERSION else "export the bundle again")
             )
         files = {
             safe_name(name, "manifest.files"): FileEntry(entry.size("bytes"), entry.sha256("sha256"))
@@ -229,7 +248,16 @@ class Manifest:
             source=top.get("source", dict),
             verification=None if data.get("verification") is None else top.get("verification", dict),
             quantization=None if data.get("quantization") is None else _parse_quantization(top.child("quantization")),
+            max_length=None if data.get("max_length") is None else top.size("max_length", 2),
+            static_length="static_length" in data and top.get("static_length", bool),
         )
+        if (manifest.max_length is None) != (version == FORMAT_VERSION):
+            raise BundleError(
+                f"manifest.max_length must be there if and only if format_version is {BOUNDED_VERSION}, found "
+                f"{manifest.max_length} with {version}; export the bundle again"
+            )
+        if manifest.static_length and manifest.max_length is None:
+            raise BundleError("manifest.static_length is true without a max_length; export the bundle again")
         if manifest.precision not in PRECISIONS:
             raise BundleError(
                 f"manifest.precision must be one of {', '.join(PRECISIONS)}, found {manifest.precision!r:.60}"

@@ -41,7 +41,13 @@ class CausalLM(ForwardPass):
         load_tokenizer: Callable[[], Tokenizer],
         has_tokenizer: bool,
     ) -> None:
-        super().__init__(graphs.session("forward"), graphs.spec, mixing=mixing, keeps_memory=graphs.keeps_memory)
+        super().__init__(
+            graphs.session("forward"),
+            graphs.spec,
+            mixing=mixing,
+            keeps_memory=graphs.keeps_memory,
+            lengths=graphs.lengths,
+        )
         self.graphs, self.bundle_id = graphs, bundle_id
         self._load_tokenizer = load_tokenizer
         self.has_tokenizer = has_tokenizer

@@ -36,6 +36,8 @@ _MAX_RANK = 64  # axes of a value that is worked out; no runtime has as many
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _EXTERNAL = 1
 _HOLD_TENSORS = frozenset({5, 6, 10, 11, 22, 23})  # fields of an attribute
+_HOLD_GRAPHS = frozenset({6, 11})
+_SHORT = 0x7F  # bytes whose number is a single byte
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,10 @@ class _Message:
         """Several strings of bytes."""
         return [self.data[start:stop] for _, start, stop in self._all(field_number, _BYTES)]
 
+    def spans(self, field_number: int) -> list[tuple[int, int]]:
+        """Where several strings of bytes or nested messages start and end."""
+        return [(start, stop) for _, start, stop in self._all(field_number, _BYTES)]
+
     def text(self, field_number: int) -> str:
         """A text."""
         return self._decoded(field_number, self.raw(field_number))
@@ -363,6 +369,10 @@ class _Parser:
     def __init__(self, name: str) -> None:
         self.name = name
         self.locations: set[str] = set()
+        # What was made of the same bytes before: types, attributes and entries repeat in every layer of a model.
+        self.types: dict[bytes, tuple[str, tuple[int | str | None, ...] | None]] = {}
+        self.attributes: dict[bytes, tuple[str, Attribute]] = {}
+        self.entries: dict[bytes, tuple[str, str]] = {}
 
     def model(self, message: _Message) -> Model:
         graph = message.message(7)
@@ -373,9 +383,7 @@ class _Parser:
             raise message.wrong("expected the versions of its operators, found none")
         main = self.graph(graph, 0)
         functions = tuple(
-            Function(
-                part.text(1), _domain(part.text(10)), self.opsets(part.messages(9)), self.nodes(part.messages(7), 0)
-            )
+            Function(part.text(1), _domain(part.text(10)), self.opsets(part.messages(9)), self.nodes(part, 7, 0))
             for part in message.messages(25)
         )
         # Graphs that are for training are not run, but a reader may open their files.
@@ -406,21 +414,77 @@ class _Parser:
             initializers[tensor.name] = tensor
         return Graph(
             message.text(2),
-            self.nodes(message.messages(1), depth),
+            self.nodes(message, 1, depth),
             initializers,
             *(tuple(map(self.value, message.messages(number))) for number in (11, 12, 13)),
         )
 
-    def nodes(self, messages: list[_Message], depth: int) -> tuple[Node, ...]:
-        return tuple(self.node(message, depth) for message in messages)
+    def nodes(self, message: _Message, field_number: int, depth: int) -> tuple[Node, ...]:
+        data, where = message.data, message.where
+        found = []
+        for start, stop in message.spans(field_number):
+            node = self.plain_node(data, start, stop)
+            found.append(self.node(_Message(data, start, stop, where), depth) if node is None else node)
+        return tuple(found)
+
+    def plain_node(self, data: bytes, place: int, end: int) -> Node | None:
+        """A node as nearly all of them are written, in one walk over its bytes; None for any other, which `node` judges.
+
+        Only single-byte tags and lengths, texts, and attributes that were read before, from the same bytes.
+        """
+        name = op_type = domain = b""
+        inputs: list[str] = []
+        outputs: list[str] = []
+        attributes: dict[str, Attribute] = {}
+        try:
+            while place < end:
+                tag, length = data[place], data[place + 1]
+                if length > _SHORT:
+                    return None
+                start = place + 2
+                place = start + length
+                part = data[start:place]
+                if tag == 0x0A:  # each a field number times 8, and 2 for bytes
+                    inputs.append(part.decode())
+                elif tag == 0x12:
+                    outputs.append(part.decode())
+                elif tag == 0x1A:
+                    name = part
+                elif tag == 0x22:
+                    op_type = part
+                elif tag == 0x3A:
+                    domain = part
+                elif tag == 0x2A and part in self.attributes:
+                    key, value = self.attributes[part]
+                    if key in attributes:
+                        return None
+                    attributes[key] = value
+                else:
+                    return None
+            if place != end or not op_type:
+                return None
+            return Node(
+                name.decode(), op_type.decode(), _domain(domain.decode()), tuple(inputs), tuple(outputs), attributes
+            )
+        except (IndexError, UnicodeDecodeError):
+            return None
 
     def node(self, message: _Message, depth: int) -> Node:
         attributes: dict[str, Attribute] = {}
-        for part in message.messages(5):
-            name = part.text(1)
+        for start, stop in message.spans(5):
+            # A stored tensor is long, and not looked up.
+            written = message.data[start:stop] if stop - start <= _SHORT else b""
+            known = self.attributes.get(written)
+            if known is None:
+                part = _Message(message.data, start, stop, message.where)
+                known = part.text(1), self.attribute(part, depth)
+                # How deep graphs may be depends on where they are.
+                if written and part.fields.keys().isdisjoint(_HOLD_GRAPHS):
+                    self.attributes[written] = known
+            name, value = known
             if name in attributes:
-                raise part.wrong(f"expected one attribute {name!r:.60} of a node, found two")
-            attributes[name] = self.attribute(part, depth)
+                raise message.wrong(f"expected one attribute {name!r:.60} of a node, found two")
+            attributes[name] = value
         op_type = message.text(4)
         if not op_type:
             raise message.wrong("expected every node to name its operator, found one without")
@@ -469,6 +533,10 @@ class _Parser:
 
     def value(self, message: _Message) -> Value:
         name = message.text(1)
+        spans = message.spans(2)
+        written = message.data[spans[0][0] : spans[0][1]] if len(spans) == 1 else b""
+        if written in self.types:
+            return Value(name, *self.types[written])
         kind = message.message(2)
         if kind is None or 1 not in kind.fields:
             return Value(name)
@@ -478,7 +546,10 @@ class _Parser:
         assert tensor is not None
         shape = tensor.message(2)
         dims = None if shape is None else tuple(map(_dim, shape.messages(1)))
-        return Value(name, _dtype(tensor.number32(1)), dims)
+        found = _dtype(tensor.number32(1)), dims
+        if written:
+            self.types[written] = found
+        return Value(name, *found)
 
     def sparse(self, message: _Message) -> Tensor:
         values, indices = message.message(1), message.message(2)
@@ -497,7 +568,7 @@ class _Parser:
 
     def tensor(self, message: _Message) -> Tensor:
         name, dtype, dims = message.text(8), _dtype(message.number32(2)), self.dims(message, 1)
-        pairs = [(part.text(1), part.text(2)) for part in message.messages(13)]
+        pairs = [self.entry(message, start, stop) for start, stop in message.spans(13)]
         entries = dict(pairs)
         # Of repeated entries each is listed: which one another reader takes is its choice.
         self.locations.update(place for key, place in pairs if key == "location" and place)
@@ -507,6 +578,14 @@ class _Parser:
         if dtype not in _PACKED or count > _MAX_VALUES:
             return Tensor(name, dtype, dims)
         return Tensor(name, dtype, dims, None, self.integers(message, name, dtype, count))
+
+    def entry(self, message: _Message, start: int, stop: int) -> tuple[str, str]:
+        written = message.data[start:stop]
+        found = self.entries.get(written)
+        if found is None:
+            part = _Message(message.data, start, stop, message.where)
+            found = self.entries[written] = part.text(1), part.text(2)
+        return found
 
     def external(self, message: _Message, name: str, entries: Mapping[str, str]) -> External:
         numbers: dict[str, int] = {}
@@ -588,11 +667,11 @@ def infer(graph: Graph) -> dict[str, Value]:
     known = {name: Value(name, tensor.dtype, tensor.dims) for name, tensor in constants.items()}
     known |= {value.name: value for value in graph.inputs}
     for node in graph.nodes:
-        taken = [known.get(name, Value(name)) for name in node.inputs]
+        taken = [known.get(name) or Value(name) for name in node.inputs]
         for index, name in enumerate(node.outputs):
             if not name or name in known:
                 continue
-            told = stated.get(name, Value(name))
+            told = stated.get(name) or Value(name)
             dtype, dims = told.dtype, told.dims
             if dtype == UNKNOWN:
                 dtype = _infer_dtype(node, index, taken)
@@ -766,15 +845,17 @@ def _squeeze(
 def _reduced(
     node: Node, dims: tuple[int | str | None, ...] | None, axes: tuple[int, ...] | None
 ) -> tuple[int | str | None, ...] | None:
-    if node.int_attribute("keepdims", 1):
-        return dims and (None,) * len(dims)
     if dims is None:
         return None
-    if axes is None:
+    arg = node.op_type in ("ArgMax", "ArgMin")
+    keep = node.int_attribute("keepdims", 1)
+    if not axes:
         # No axes at all means all of them, unless the operator is told otherwise or they are computed.
-        computed = len(node.inputs) > 1 and bool(node.inputs[1])
-        arg = node.op_type in ("ArgMax", "ArgMin")
+        computed = axes is None and len(node.inputs) > 1 and bool(node.inputs[1])
         if computed or node.int_attribute("noop_with_empty_axes", 0):
-            return None
-        return (None,) * (len(dims) - 1) if arg else ()
-    return (None,) * max(0, len(dims) - len(axes))
+            return (None,) * len(dims) if keep else None
+        axes = (0,) if arg else tuple(range(len(dims)))
+    if not keep:
+        return (None,) * max(0, len(dims) - len(axes))
+    places = {axis % len(dims) for axis in axes} if dims else set()
+    return tuple(1 if place in places else size for place, size in enumerate(dims))

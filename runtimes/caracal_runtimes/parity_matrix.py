@@ -6,16 +6,16 @@ The parent collects results as they come. What a process said before its end sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from caracal_runtimes.bundle import Bundle
+from caracal_runtimes.detecting import detect_all, how
 from caracal_runtimes.errors import InputError
-from caracal_runtimes.isolation import Emit, Ended, run_isolated
+from caracal_runtimes.isolation import Emit, run_isolated
 from caracal_runtimes.parity import Progress, empty_row, run_provider, whole_report
 from caracal_runtimes.parity_report import CaseResult, GreedyResult, ParityReport, ProviderReport, TextResult
-from caracal_runtimes.providers import Detection, Provider, Settings, all_providers, parse
+from caracal_runtimes.providers import Detection, Settings, parse
 from caracal_runtimes.records import build, jsonable
 
 TIME_LIMIT = 600.0
@@ -25,7 +25,6 @@ _PARTS: dict[str, type[CaseResult] | type[GreedyResult] | type[TextResult]] = {
     "GreedyResult": GreedyResult,
     "TextResult": TextResult,
 }
-_DETECTIONS = 4  # processes that look at once: each mostly waits for the disk
 
 
 @dataclass(frozen=True)
@@ -118,30 +117,6 @@ def expand(eps: Iterable[str]) -> list[tuple[str, Detection | None, bool]]:
     return [(ep, detection, by_name) for ep, (detection, by_name) in found.items()]
 
 
-def detect_all() -> list[tuple[Provider, Detection]]:
-    """What every known provider says of this machine, each in a process of its own: foreign libraries are loaded."""
-    providers = all_providers()
-    with ThreadPoolExecutor(_DETECTIONS) as pool:
-        return list(zip(providers, pool.map(detect, providers), strict=True))
-
-
-def detect(provider: Provider, time_limit: float = 60.0) -> Detection:
-    """What one provider says of this machine, in a process of its own."""
-    said: list[Mapping[str, Any]] = []
-    ended = run_isolated(
-        "caracal_runtimes.parity_matrix:detect_in_process", {"ep": provider.name}, said.append, time_limit=time_limit
-    )
-    if said:
-        return build(Detection, said[0], provider.name)
-    return Detection("broken", {}, (), f"looking for it {_how(ended)}", provider.install(), died=True)
-
-
-def detect_in_process(arguments: Mapping[str, Any], emit: Emit) -> None:
-    """The other side of `detect`."""
-    provider, _ = parse(arguments["ep"])
-    emit(jsonable(asdict(provider.detect())))
-
-
 def compare_in_process(arguments: Mapping[str, Any], emit: Emit) -> None:
     """The other side of a row: opens the bundle, runs, and says each thing as it comes."""
     bundle = Bundle.open(arguments["bundle"], check_hashes=False)  # whose hashes the parent has checked
@@ -203,7 +178,7 @@ def _run_row(
     )
     if whole:
         # What happens while a process ends costs no result; it is told beside them.
-        late = "" if ended.outcome == "done" else f"the process {_how(ended)} after its last result"
+        late = "" if ended.outcome == "done" else f"the process {how(ended)} after its last result"
         finished = whole[0]
         note = "; ".join(filter(None, (finished.note, late)))
         return replace(finished, peak_bytes=ended.peak_bytes, seconds=ended.seconds, note=note)
@@ -214,15 +189,8 @@ def _run_row(
         cases=tuple(part for part in parts if isinstance(part, CaseResult)),
         greedy=tuple(part for part in parts if isinstance(part, GreedyResult)),
         text=next((part for part in parts if isinstance(part, TextResult)), None),
-        reason=f"the process {_how(ended)} during: {running}",
+        reason=f"the process {how(ended)} during: {running}",
         died=True,
         seconds=ended.seconds,
         peak_bytes=ended.peak_bytes,
     )
-
-
-def _how(ended: Ended) -> str:
-    """How a process ended, in words that follow its name."""
-    if ended.outcome == "done":
-        return "ended without a result"
-    return ended.reason if ended.outcome != "raised" else f"failed: {ended.reason}"

@@ -129,16 +129,16 @@ def _is_shape_input(node: Node, place: int) -> bool:
 
 def _small(node: Node, known: Mapping[str, Value]) -> bool:
     """Whether all that a node takes and gives are numbers or lists of numbers."""
-    values = [known.get(name, Value(name)) for name in (*node.inputs, *node.outputs) if name]
+    values = [known.get(name) or Value(name) for name in (*node.inputs, *node.outputs) if name]
     return all(value.dtype != UNKNOWN and value.rank is not None and value.rank <= 1 for value in values)
 
 
 def _taken_by_subgraphs(node: Node) -> set[str]:
     """Names that graphs inside of a node use; some may be their own, which does no harm."""
     found: set[str] = set()
-    if all(isinstance(attribute, (int, float, str)) for attribute in node.attributes.values()):
-        return found
     for attribute in node.attributes.values():
+        if isinstance(attribute, (int, float, str)):  # nearly all are
+            continue
         for item in attribute if isinstance(attribute, tuple) else (attribute,):
             if isinstance(item, Graph):
                 found.update(value.name for value in item.outputs)

@@ -72,7 +72,7 @@ def score(
         model: a loaded forward graph.
         tokenizer: needed for text, not for ids.
         text: text for the tokenizer, or ids.
-        context: the longest window in tokens, at least 2.
+        context: the longest window in tokens, at least 2; a bundle's `max_length` bounds it.
         progress: called with tokens done and tokens in all.
 
     Raises:
@@ -81,6 +81,7 @@ def score(
     """
     if isinstance(context, bool) or not isinstance(context, int) or context < 2:
         raise InputError(f"--context must be an integer of at least 2, found {context!r}")
+    context = model.lengths.capped(context)
     text_bytes = None
     bos = model.spec.bos_token_id
     if isinstance(text, str):

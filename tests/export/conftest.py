@@ -6,7 +6,9 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,17 @@ import numpy as np
 import pytest
 import torch
 from caracal_export import export_checkpoint, goldens
+from caracal_runtimes.cli import main
 from caracal_runtimes.forward import ForwardPass
 from caracal_runtimes.manifest import ModelSpec
 from caracal_runtimes.providers.ort import OrtSession
 from numpy.typing import NDArray
 
 from caracal import CaracalConfig, CaracalModel, load_checkpoint, save_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `running`, which tests import
+
+from running import Ran
 
 # Dozens of models are exported here, and writing 128 tokens is most of an export; the runtime's tests have them.
 goldens.GREEDY_TOKENS = 32
@@ -59,6 +66,23 @@ def random_model() -> Callable[..., CaracalModel]:
     A fresh model has zero biases and LayerNorms that scale by one: an export that drops them would still look right.
     """
     return _random_model
+
+
+@pytest.fixture
+def caracal(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
+    """`caracal(*arguments)` in this process, with what native libraries print too."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: object) -> Ran:
+        capfd.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as left:  # argparse leaves by itself
+            code = int(left.code or 0)
+        return Ran(code, *capfd.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 def _tokenizer_json(words: int) -> str:

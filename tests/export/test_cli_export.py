@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -19,44 +18,9 @@ import torch
 from caracal_export import export_checkpoint, exporter
 from caracal_export.tracing import GRAPHS
 from caracal_runtimes.bundle import Bundle
-from caracal_runtimes.cli import main
+from running import Ran, refused
 
 from caracal import CaracalModel
-
-
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def caracal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
-    """`caracal(*arguments)` in this process."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: str | Path) -> Ran:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as left:  # argparse leaves by itself
-            code = int(left.code or 0)
-        return Ran(code, *capsys.readouterr())
-
-    yield run
-    signal.signal(signal.SIGTERM, before)
-
-
-def _assert_one_line(ran: Ran, *words: str) -> None:
-    """Exit code 2 and one line for the mistake, after whatever progress was shown."""
-    assert ran.code == 2, ran.err
-    *progress, message = ran.err.splitlines()
-    assert all(line.endswith(" ...") for line in progress), ran.err
-    assert message.startswith("caracal: ")
-    assert ran.out == ""
-    for word in words:
-        assert word in message
-
 
 # Each spoils a copy of the checkpoint, or names another path, and says what the message must name.
 
@@ -108,7 +72,7 @@ def test_a_spoilt_checkpoint_is_one_line(
 ) -> None:
     spoil, words = SPOILT[what]
     spoil(Path(shutil.copytree(checkpoint, tmp_path / "checkpoint")))
-    _assert_one_line(caracal("export", tmp_path / "checkpoint", "-o", tmp_path / "out"), *words)
+    refused(caracal("export", tmp_path / "checkpoint", "-o", tmp_path / "out"), *words)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -125,7 +89,7 @@ def test_a_path_that_is_no_checkpoint_is_one_line(
         tmp_path / "file": ("is a file of another kind",),
         bundle("matmul"): ("is a bundle", "caracal convert"),
     }.items():
-        _assert_one_line(caracal("export", path, "-o", tmp_path / "out"), *words)
+        refused(caracal("export", path, "-o", tmp_path / "out"), *words)
     assert not (tmp_path / "out").exists()
 
 
@@ -142,9 +106,9 @@ def test_an_output_that_cannot_be_is_one_line(
         tmp_path / ("n" * 300): ("name too long",),
         "": ("must name the bundle's folder",),
     }.items():
-        _assert_one_line(caracal("export", checkpoint, "-o", path), *words)
+        refused(caracal("export", checkpoint, "-o", path), *words)
     assert {path.name for path in tmp_path.iterdir()} == {"notes", "there"}
-    _assert_one_line(caracal("export", checkpoint, "--overwrite", "-o", tmp_path / "notes"), "is no bundle")
+    refused(caracal("export", checkpoint, "--overwrite", "-o", tmp_path / "notes"), "is no bundle")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +135,7 @@ def test_a_bad_option_is_told_with_exit_code_2(
 
 
 def test_a_missing_argument_is_told_with_exit_code_2(caracal: Callable[..., Ran], checkpoint: Path) -> None:
-    _assert_one_line(caracal("export", checkpoint), "-o BUNDLE is missing")
+    refused(caracal("export", checkpoint), "-o BUNDLE is missing")
     assert caracal("export", "-o", "out").code == 2
 
 
@@ -184,7 +148,7 @@ def test_a_mismatch_is_exit_code_1(
 ) -> None:
     folder = bundle("matmul")
 
-    def wrong_scale(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int) -> ir.Model:
+    def wrong_scale(model: CaracalModel, name: str, mixing: str, opset: int, **options: object) -> ir.Model:
         graph = ir.load(folder / f"{name}.onnx")
         if name != "forward":
             return graph

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +12,12 @@ import pytest
 import safetensors.torch
 import torch
 from caracal_export import export_checkpoint, goldens
-from caracal_runtimes.cli import main
+from running import Ran, refused
 from torch import Tensor
 
 from caracal import CaracalModel, load_checkpoint, open_checkpoint
 
 HALVES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def caracal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
-    """`caracal(*arguments)` in this process."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: str | Path) -> Ran:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as left:
-            code = int(left.code or 0)
-        return Ran(code, *capsys.readouterr())
-
-    yield run
-    signal.signal(signal.SIGTERM, before)
-
-
-def refused(ran: Ran, *words: str) -> None:
-    assert (ran.code, ran.out) == (2, "")
-    (message,) = [line for line in ran.err.splitlines() if not line.endswith(" ...")]
-    assert all(word in message for word in words), message
 
 
 def state_of(model: CaracalModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

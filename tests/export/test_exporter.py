@@ -41,7 +41,7 @@ def traced_before(monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path]
     """`matmul` exports of `checkpoint` take the graphs from its bundle: all but the tracing, in a tenth of the time."""
     folder = bundle("matmul")  # exported before the patch
 
-    def trace(model: CaracalModel, name: str, mixing: str, opset: int, *, lags: int) -> ir.Model:
+    def trace(model: CaracalModel, name: str, mixing: str, opset: int, **options: Any) -> ir.Model:
         assert mixing == "matmul"
         return retarget(ir.load(folder / f"{name}.onnx"), opset)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,11 @@ import safetensors
 from caracal_export.errors import VerificationError
 from caracal_export.graph_files import refer_to_weights
 from caracal_export.precision import formats, quantizing, rewriting
-from caracal_export.precision.plan import INT4_OPERATORS, Planned, Precision
+from caracal_export.precision.plan import INT4_OPERATORS, Planned, Precision, roles_of
 from caracal_export.precision.quantizing import Quantized, StoredWeights, quantize_bundle
 from caracal_export.weight_files import WeightFile, plan_files, write_files
 from caracal_runtimes import replay
 from caracal_runtimes.bundle import Bundle
-from caracal_runtimes.cli import main
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.manifest import WEIGHTLESS, Manifest
 from caracal_runtimes.safetensors_file import SafetensorsFile, TensorHead, width_of
@@ -36,6 +33,7 @@ from caracal_runtimes.tolerances import tolerance_for
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from running import Ran, refused
 from tokenizers import Tokenizer, pre_tokenizers
 
 Array = NDArray[Any]
@@ -45,30 +43,6 @@ PRECISIONS = {
 }
 every = pytest.mark.parametrize("name", PRECISIONS)
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "int8": "I8", "int4": "U8"}
-
-
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def caracal(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
-    """`caracal(*arguments)` in this process."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: object) -> Ran:
-        capfd.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as left:
-            code = int(left.code or 0)
-        return Ran(code, *capfd.readouterr())
-
-    yield run
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")
@@ -334,18 +308,11 @@ class TestBundles:
     ) -> None:
         path = copy_bundle(bundle("matmul"))
         command = ("quantize", path, "-o", path, "--precision", "bf16", "--threads", 1)
-        refused(caracal(*command), "exists; pass --overwrite")
+        refused(caracal(*command), f"caracal: quantize: {path} exists; pass --overwrite")
         assert Bundle.open(path).manifest.precision == "float32"
         assert caracal(*command, "--overwrite").code == 0
         assert Bundle.open(path).manifest.precision == "bfloat16"
         assert listed(path.parent) == [path.name]
-
-
-def refused(ran: Ran, *words: str, code: int = 2) -> None:
-    message = [line for line in ran.err.splitlines() if not line.endswith(" ...")]
-    assert (ran.code, ran.out, len(message)) == (code, "", 1), ran
-    assert message[0].startswith("caracal: ")
-    assert all(word in message[0] for word in words), message
 
 
 class TestRefused:
@@ -786,6 +753,49 @@ def test_export_refuses_before_it_exports(
 ) -> None:
     refused(caracal("export", checkpoint, "-o", tmp_path / "b", *arguments), words)
     assert listed(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-kl", "1"], "--max-kl: the checkpoint has no tokenizer.json"),
+        (["--max-kl", "1", "--calibration", "TEXT"], "--max-kl: the checkpoint has no tokenizer.json"),
+        (["--keep", "blocks.7.*"], "--keep: 'blocks.7.*' fits no weight that int8 would change"),
+        (["--keep", "blocks.0.*", "--keep", "no"], "--keep: 'no' fits no weight"),
+        (["--keep", "*"], "--keep leaves no weight to store as int8"),
+    ],
+)
+def test_export_refuses_what_the_checkpoint_has_not_before_it_writes(
+    untied_checkpoint: Path,
+    caracal: Callable[..., Ran],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setattr("caracal_export.exporter._write_weights", pytest.fail)
+    (tmp_path / "TEXT").write_text("w1 w2 w3", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    refused(caracal("export", untied_checkpoint, "-o", "b", "--precision", "int8", *arguments), words)
+    assert listed(tmp_path) == ["TEXT"]
+
+
+def test_export_refuses_a_text_of_too_few_tokens_before_it_writes(
+    checkpoint: Path, caracal: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caracal_export.exporter._write_weights", pytest.fail)
+    (tmp_path / "text").write_text("w1", encoding="utf-8")
+    command = ["export", checkpoint, "-o", tmp_path / "b", "--precision", "int8", "--max-kl", "1"]
+    refused(caracal(*command, "--calibration", tmp_path / "text"), "calibration: expected a text of at least 2 tokens")
+    assert listed(tmp_path) == ["text"]
+
+
+@pytest.mark.parametrize("mixing", ["matmul", "dft"])
+def test_a_step_tells_what_every_graph_does_with_a_weight(bundle: Callable[[str], Path], mixing: str) -> None:
+    """Which patterns of `--keep` fit is told from that graph alone before an export."""
+    path = bundle(mixing)
+    graphs = {name: ir.load(path / graph.file) for name, graph in Bundle.open(path).manifest.graphs.items()}
+    assert roles_of([graphs["step"]]) == roles_of(graphs.values())
 
 
 @pytest.mark.slow

@@ -129,6 +129,14 @@ def test_a_place_that_cannot_be_written_costs_time_only(exported: Any, tmp_path:
         assert (choice.ep, choice.cached) == ("cpu", False)
 
 
+def test_nothing_is_kept_where_nothing_is_to_be(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = Measured(timed("cpu", 1, 1))
+    monkeypatch.setenv("CARACAL_CACHE", "off")
+    for times in (1, 2):
+        assert not choose(Bundle.open(exported.bundle), measure=measure).cached
+        assert measure.times == times
+
+
 def test_options_need_a_name(ask: Any) -> None:
     with pytest.raises(InputError, match="options are a provider's own"):
         ask(Measured(), Settings(options={"a": "b"}))
@@ -137,7 +145,7 @@ def test_options_need_a_name(ask: Any) -> None:
 def test_the_command_says_why(
     exported: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CARACAL_CACHE", str(tmp_path))
     monkeypatch.setattr(auto, "run_matrix", lambda *args, **options: report(timed("cpu", 1, 1)))
     command = ["generate", str(exported.bundle), "-p", "And", "-n", "2", "--ep", "AUTO", "--threads", "1"]
     assert main(command) == 0

@@ -374,7 +374,7 @@ class TestErrors:
         [
             (["--ep", "cdua"], ["--ep must be one of cpu, cuda, ", "found 'cdua'"]),
             (["--ep", ""], ["--ep must be one of cpu"]),
-            (["--ep-option", "device=0"], ["the provider cpu takes none", "device"]),
+            (["--ep-option", "device=0"], ["the provider cpu takes pack, spin_us", "device"]),
             (["--ep-option", "device"], ["must look like KEY=VALUE, found 'device'"]),
             (["--ep-option", "=1"], ["must look like KEY=VALUE"]),
             (["--threads", "-1"], ["--threads must be an integer from 0 to 4096, found -1"]),
@@ -793,13 +793,30 @@ def test_main_returns_and_does_not_exit(exported: Any, capsys: pytest.CaptureFix
     assert "kind: bundle" in capsys.readouterr().out
 
 
+def test_only_the_command_that_is_named_is_loaded() -> None:
+    script = (
+        "import sys\nfrom caracal_runtimes.cli import build_parser\nbuild_parser(sys.argv[1] or None)\n"
+        "print(' '.join(name for name in sys.modules if name.startswith('caracal_')))"
+    )
+    loaded = {
+        word: subprocess.run(
+            [sys.executable, "-c", script, word], capture_output=True, text=True, check=True, timeout=60
+        ).stdout.split()
+        for word in ("verify", "", "nonsense")
+    }
+    assert "caracal_runtimes.cli.verify" in loaded["verify"]
+    assert "caracal_runtimes.cli.generate" not in loaded["verify"]
+    assert {"caracal_runtimes.cli.verify", "caracal_runtimes.cli.generate"} <= set(loaded[""])
+    assert set(loaded["nonsense"]) == set(loaded[""])
+
+
 def test_a_finding_stays_a_finding_when_the_reader_has_gone() -> None:
     """`caracal parity B | head` must not turn exit code 1 into 0."""
     script = (
         "import sys, types\nfrom caracal_runtimes import cli\n"
         "def run(args):\n    print('x' * 100_000)\n    return 1\n"
         "module = types.SimpleNamespace(HELP='', __doc__='', add_arguments=lambda parser: None, run=run)\n"
-        "cli._commands = lambda: {'check': module}\nsys.exit(cli.main(['check']))"
+        "cli._commands = lambda command: {'check': module}\nsys.exit(cli.main(['check']))"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

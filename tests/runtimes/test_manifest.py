@@ -229,7 +229,7 @@ class TestMalformed:
     @pytest.mark.parametrize(
         ("version", "advice"),
         [
-            (5, "update caracal-onnx"),
+            (6, "update caracal-onnx"),
             (10**30, "update"),
             (3, "export the bundle again"),
             (2, "export the bundle again"),

@@ -183,7 +183,7 @@ class TestLimits:
         [
             ({}, (1, 42731, 42731), "logits [B, P, V]", 42731 * 50257),
             ({}, (42731, 1, 1), "logits [B, P, V]", 42731 * 50257),
-            ({}, (1, 2**18 + 1, 1), "attention scores [B, H, L, 2W]", (2**18 + 256) * 16 * 512),
+            ({}, (1, 350_000, 1), "attention scores [B, H, L, 1.5 W]", 350_080 * 16 * 384),
             ({"num_attention_heads": 1}, (2, 2**18 + 1, 1), "feed-forward [B, L, F]", 2 * (2**18 + 1) * 4096),
             ({"num_attention_heads": 1, "intermediate_size": 1}, (1, 400_000, 1), "spectra [B, 4L, D]", None),
             ({"num_attention_heads": 1, "intermediate_size": 1, "hidden_size": 1}, (1, 3 * 10**6, 1), "tables", None),
@@ -332,7 +332,7 @@ class TestSession:
             Bundle.open(exported.bundle).model(ep)
 
     def test_options_that_the_provider_does_not_take(self, exported: Any) -> None:
-        with pytest.raises(InputError, match="--ep-option: the provider cpu takes none, found device_id"):
+        with pytest.raises(InputError, match="--ep-option: the provider cpu takes pack, spin_us, found device_id"):
             Bundle.open(exported.bundle).model(ep_options={"device_id": "0"})
 
     def test_a_provider_that_the_build_lacks(self, exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,6 +341,26 @@ class TestRefuses:
         with pytest.raises(BundleError, match="one attribute 'axis'"):
             parse_model(OPSET + message(7, message(1, node)))
 
+    def test_two_attributes_of_one_name_that_were_read_before(self) -> None:
+        attribute = message(5, message(1, b"axis"))
+        nodes = [message(1, message(4, b"X") + times * attribute) for times in (1, 2)]
+        with pytest.raises(BundleError, match="one attribute 'axis'"):
+            parse_model(OPSET + message(7, b"".join(nodes)))
+
+    def test_a_short_graph_that_was_read_before_may_be_too_deep_elsewhere(self) -> None:
+        def nested(graph: bytes, depth: int) -> bytes:
+            for _ in range(depth):
+                graph = message(
+                    1, message(4, b"If") + message(5, message(1, b"g") + tag(20, 0) + b"\5" + message(6, graph))
+                )
+            return graph
+
+        short = nested(b"", 3)
+        assert len(short) < 0x7F
+        assert len(parse_model(OPSET + message(7, short + nested(short, 29))).graph.nodes) == 2
+        with pytest.raises(BundleError, match="at most 32 deep"):
+            parse_model(OPSET + message(7, short + nested(short, 30)))
+
     @pytest.mark.parametrize("depth", [33, 3000])
     def test_graphs_nested_without_end(self, depth: int) -> None:
         graph = b""
@@ -444,7 +464,13 @@ class TestInfer:
             ("y = Gather(x, i)", "float32", (None, None, None)),
             ("y = Gather(i, s)", "int64", ()),
             ("y = ArgMax<keepdims = 0>(x)", "int64", (None, None)),
-            ("y = ReduceSum(x)", "float32", (None, None, None)),
+            ("y = ArgMax(x)", "int64", (1, "L", 4)),
+            ("y = ReduceSum(x)", "float32", (1, 1, 1)),
+            ("y = ReduceSum(x, two)", "float32", (1, "L", 1)),
+            ("y = ReduceMax<axes = [-2]>(x)", "float32", ("B", 1, 4)),
+            ("y = ReduceSum(x, i)", "float32", (None, None, None)),
+            ("y = ReduceSum<noop_with_empty_axes = 1>(x)", "float32", (None, None, None)),
+            ("n = Constant<value_ints = [4, 5, 6]>() l = ReduceSum(n) y = Reshape(x, l)", "float32", (None,)),
             ("y = ReduceSum<keepdims = 0>(x)", "float32", ()),
             ("y = ReduceSum<keepdims = 0>(x, two)", "float32", (None,)),
             ("y = ReduceMax<keepdims = 0, axes = [1]>(x)", "float32", (None, None)),

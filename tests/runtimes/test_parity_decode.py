@@ -36,9 +36,10 @@ def scaled_scores(graph: onnx.GraphProto) -> None:
 
 
 def conjugate_product(graph: onnx.GraphProto) -> None:
-    """The first complex product after the transforms gets a wrong sign: a correlation instead of a convolution."""
-    node = next(node for node in graph.node if node.op_type == "Sub" and not node.name.startswith("lengths/"))
-    node.op_type = "Add"
+    """The product of two spectra gets a wrong sign where its imaginary parts meet: a correlation instead of a convolution."""
+    halves = {output for node in graph.node if node.op_type == "Split" for output in node.output}
+    (node,) = (node for node in graph.node if node.op_type == "Neg" and node.input[0] in halves)
+    node.op_type = "Identity"
 
 
 def verdicts(report: ParityReport) -> dict[str, set[str]]:

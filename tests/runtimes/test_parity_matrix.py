@@ -13,9 +13,10 @@ import pytest
 from caracal_runtimes import providers
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.cli import main
+from caracal_runtimes.detecting import detect_all
 from caracal_runtimes.errors import InputError, NotRunError, PlacementError
 from caracal_runtimes.onnx_graph import read_model
-from caracal_runtimes.parity_matrix import Limits, detect_all, expand, run_matrix
+from caracal_runtimes.parity_matrix import Limits, expand, run_matrix
 from caracal_runtimes.parity_report import ParityReport
 from caracal_runtimes.providers import Settings
 from caracal_runtimes.report import overall_line, parity_output, verdict_line

@@ -12,8 +12,8 @@ import pytest
 from caracal_runtimes import providers
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.cli import main
+from caracal_runtimes.detecting import detect
 from caracal_runtimes.errors import InputError, NotRunError
-from caracal_runtimes.parity_matrix import detect
 from caracal_runtimes.probe import PROBE
 from caracal_runtimes.providers import NAMES, Provider, Settings, all_providers, parse, provider
 from caracal_runtimes.providers import ort_provider as base

@@ -14,6 +14,7 @@ from caracal_runtimes.cli.progress import ProgressLine
 from caracal_runtimes.errors import InputError
 
 from caracal_export.cli.checkpoint_arguments import CHECKPOINT_HELP, add_checkpoint_arguments, open_from
+from caracal_export.cli.outcome import print_verification, showing_failure
 from caracal_export.cli.precision_arguments import add_precision_arguments, mixed_lines, precision_from
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "int8 or int4")  # fmt: skip
     add_precision_arguments(parser)
     parser.add_argument("--opset", type=int, default=18, metavar="N", help="ONNX opset, 17 to 23 (default: 18)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="bound a pass to N tokens (longer texts are read in several): the "
+                        "transform's tables are worked out now instead of in each pass, which then costs what N tokens cost (default: one "
+                        "graph for every length)")  # fmt: skip
+    parser.add_argument("--static-length", action="store_true", help="with --max-length: every pass has exactly N tokens, shorter ones "
+                        "padded, for NPUs and compilers that need all sizes when they load a graph")  # fmt: skip
     parser.add_argument("--max-shard-size", metavar="SIZE", help="split the weights into files of at most this size: 500MB, "
                         "2GB, 1GiB or a number of bytes (default: one file)")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
@@ -52,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
 
     require_export_packages()
     from caracal_runtimes.cli.arguments import read_text
-    from caracal_runtimes.report import parity_output
     from caracal_runtimes.sizes import format_bytes, parse_size
 
-    from caracal_export.errors import VerificationError
+    from caracal_export.bounds import bounds
     from caracal_export.exporter import export_checkpoint
     from caracal_export.staging import BUNDLE, check_target
 
+    bounds(args.max_length, args.static_length)  # what is wrong with a command is said before a checkpoint is opened
     precision = precision_from(args)
     limit = None if args.max_shard_size is None else parse_size(args.max_shard_size, "--max-shard-size")
     if args.dry_run:
@@ -69,33 +75,27 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("export: -o BUNDLE is missing; name the folder to write")
     check_target(BUNDLE, Path(args.output), overwrite=args.overwrite)
     checkpoint = open_from(args, args.checkpoint)
-    try:
-        with ProgressLine() as progress:
-            exported = export_checkpoint(
-                checkpoint,
-                args.output,
-                mixing=args.mixing,
-                opset=args.opset,
-                overwrite=args.overwrite,
-                verify=not args.no_verify,
-                threads=args.threads,
-                max_shard_size=limit,
-                precision=precision,
-                max_kl=args.max_kl,
-                calibration=None if args.calibration is None else read_text(args.calibration),
-                progress=progress,
-            )
-    except VerificationError as error:
-        if error.report is not None:
-            print(parity_output(error.report))
-        raise
+    with showing_failure(), ProgressLine() as progress:
+        exported = export_checkpoint(
+            checkpoint,
+            args.output,
+            mixing=args.mixing,
+            opset=args.opset,
+            overwrite=args.overwrite,
+            verify=not args.no_verify,
+            threads=args.threads,
+            max_length=args.max_length,
+            static_length=args.static_length,
+            max_shard_size=limit,
+            precision=precision,
+            max_kl=args.max_kl,
+            calibration=None if args.calibration is None else read_text(args.calibration),
+            progress=progress,
+        )
     print(f"{exported.path}: {exported.parameters:,} parameters, {precision.name}, {format_bytes(exported.bytes)}")
     if exported.mixed is not None:
         print("\n".join(mixed_lines(exported.mixed)))
-    if exported.report is None:
-        print(f"NOT RUN  verification  skipped by --no-verify; run: caracal parity {exported.path}")
-    else:
-        print(parity_output(exported.report))
+    print_verification(exported.report, exported.path)
     return 0
 
 
@@ -116,10 +116,12 @@ def _dry_run(args: argparse.Namespace, limit: int | None, precision: Precision) 
             checkpoint,
             mixing=args.mixing,
             opset=args.opset,
+            max_length=args.max_length,
+            static_length=args.static_length,
             max_shard_size=limit,
             precision=precision,
             batch=1 if args.batch is None else args.batch,
-            length=1024 if args.length is None else args.length,
+            length=min(1024, args.max_length or 1024) if args.length is None else args.length,
             progress=progress,
         )
     print("\n".join(dry_run_lines(found, checkpoint.path.absolute().name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from caracal_export.cli.info_checkpoint import describe_checkpoint
 from caracal_export.folders import is_bundle
 
 if TYPE_CHECKING:
+    from caracal_runtimes.kernels import Support
     from caracal_runtimes.onnx_graph import Model
 
 HELP = "describe a checkpoint or a bundle"
@@ -64,6 +66,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bundle(path: Path, *, check_hashes: bool, ep: str | None) -> dict[str, Any]:
+    collects = gc.isenabled()
+    gc.disable()  # the graphs are some ten thousand objects, none of which goes before the answer is there
+    try:
+        return _described(path, check_hashes=check_hashes, ep=ep)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _described(path: Path, *, check_hashes: bool, ep: str | None) -> dict[str, Any]:
     from caracal_runtimes.bundle import Bundle
     from caracal_runtimes.onnx_graph import read_model
 
@@ -84,6 +96,8 @@ def _bundle(path: Path, *, check_hashes: bool, ep: str | None) -> dict[str, Any]
         "id": bundle.id(),
         "parameters": bundle.parameters(),
         "precision": manifest.precision,
+        "max_length": manifest.max_length,
+        "static_length": manifest.static_length,
         "config": manifest.config,
         "graphs": graphs,
         **_portability({name: read_model(bundle.file(graph.file)) for name, graph in manifest.graphs.items()}, ep),
@@ -98,7 +112,7 @@ def _bundle(path: Path, *, check_hashes: bool, ep: str | None) -> dict[str, Any]
 
 def _portability(models: Mapping[str, Model], ep: str | None) -> dict[str, Any]:
     """The operators of the graphs, and for each known provider those that it may not run, from the graphs alone."""
-    from caracal_runtimes.kernels import dtype_of, explain, judge, known, name_of, since
+    from caracal_runtimes.kernels import depends_on_node, dtype_of, explain, judge, known, name_of, since
     from caracal_runtimes.onnx_graph import infer
     from caracal_runtimes.placement_rules import shape_only
 
@@ -111,12 +125,18 @@ def _portability(models: Mapping[str, Model], ep: str | None) -> dict[str, Any]:
         lists = {name_of(ep): lists[name_of(ep)]}
     # By operator, domain, opset and type; then by graph.
     computing: dict[tuple[str, str, int, str], Counter[str]] = {}
-    doubtful: dict[tuple[str, str, int, str], list[str]] = {}
+    doubtful: dict[tuple[str, str, int, str], tuple[list[Counter[str]], list[str]]] = {}
     sizes: Counter[str] = Counter()
     findings: dict[str, dict[tuple[str, str], dict[str, Counter[str]]]] = {name: {} for name in lists}
+
+    def finding(name: str, support: Support, kind: tuple[str, str, int, str]) -> Counter[str]:
+        found = findings[name].setdefault((support.verdict, support.why), {})
+        return found.setdefault(f"{_qualified(*kind[:2])} {kind[3]}", Counter())
+
     for graph, model in models.items():
         values, constants = infer(model.graph), model.graph.constants()
         by_design = shape_only(model.graph, values)
+        here: Counter[tuple[str, str, int, str]] = Counter()
         for index, node in enumerate(model.graph.nodes):
             if node.op_type == "Constant":
                 continue
@@ -124,15 +144,28 @@ def _portability(models: Mapping[str, Model], ep: str | None) -> dict[str, Any]:
                 sizes[graph] += 1
                 continue
             kind = (node.op_type, node.domain, model.opsets.get(node.domain, 0), dtype_of(node, values))
-            computing.setdefault(kind, Counter())[graph] += 1
-            if kind not in doubtful:  # most kinds have a kernel everywhere, whatever the node
-                doubtful[kind] = [name for name in lists if explain(name, *kind).verdict != "kernel"]
-            dtype = kind[3]
-            for name in doubtful[kind]:
-                support = judge(name, node, model.opsets, dtype, constants)
+            here[kind] += 1
+            if (
+                kind not in doubtful
+            ):  # most kinds have a kernel everywhere, and few of the others need each node looked at
+                answers = {name: explain(name, *kind) for name in lists}
+                each = [name for name, support in answers.items() if depends_on_node(support)]
+                doubtful[kind] = (
+                    [
+                        finding(name, support, kind)
+                        for name, support in answers.items()
+                        if support.verdict != "kernel" and name not in each
+                    ],
+                    each,
+                )
+            for name in doubtful[kind][1]:
+                support = judge(name, node, model.opsets, kind[3], constants)
                 if support.verdict != "kernel":
-                    found = findings[name].setdefault((support.verdict, support.why), {})
-                    found.setdefault(f"{_qualified(node.op_type, node.domain)} {dtype}", Counter())[graph] += 1
+                    finding(name, support, kind)[graph] += 1
+        for kind, count in here.items():
+            computing.setdefault(kind, Counter())[graph] += count
+            for counter in doubtful[kind][0]:
+                counter[graph] += count
     return {
         "operators": [
             {
@@ -174,6 +207,15 @@ def _qualified(op: str, domain: str) -> str:
     return f"{domain}.{op}" if domain else op
 
 
+def _pass_line(most: int | None, static: bool) -> str:
+    """How many tokens a pass may have, for people."""
+    if most is None:
+        return "passes: any length"
+    if static:
+        return f"passes: exactly {most:,} tokens, shorter ones padded (--max-length {most} --static-length); longer texts in several"
+    return f"passes: at most {most:,} tokens (--max-length {most}); longer texts in several"
+
+
 def _text(data: dict[str, Any], indent: str = "") -> list[str]:
     lines = []
     for key, value in data.items():
@@ -181,8 +223,10 @@ def _text(data: dict[str, Any], indent: str = "") -> list[str]:
             lines += _operator_lines(value, data["nodes that work out sizes"])
         elif key == "providers" and not indent:
             lines += _provider_lines(value, data["operators"])
-        elif key == "nodes that work out sizes":
-            continue  # a row of the table
+        elif key == "max_length" and not indent:
+            lines.append(_pass_line(value, data["static_length"]))
+        elif key == "nodes that work out sizes" or (key == "static_length" and not indent):
+            continue  # a row of the table, part of the line about passes
         elif isinstance(value, dict) and value:
             lines += [f"{indent}{key}:", *_text(value, indent + "  ")]
         elif isinstance(value, list):

@@ -11,6 +11,7 @@ import argparse
 from caracal_runtimes.cli.arguments import add_no_check_argument
 from caracal_runtimes.cli.progress import ProgressLine
 
+from caracal_export.cli.outcome import print_verification, showing_failure
 from caracal_export.cli.precision_arguments import add_precision_arguments, mixed_lines, precision_from
 
 HELP = "a bundle in float16, bfloat16, int8 or int4, verified"
@@ -41,56 +42,46 @@ def run(args: argparse.Namespace) -> int:
 
     from caracal_runtimes.cli.arguments import read_text
     from caracal_runtimes.cli.opening import open_bundle
-    from caracal_runtimes.report import parity_output
     from caracal_runtimes.session import check_threads
     from caracal_runtimes.sizes import format_bytes, parse_size
 
-    from caracal_export.errors import VerificationError
     from caracal_export.precision.calibration import calibration_ids
     from caracal_export.precision.mixing_precisions import choose_higher
     from caracal_export.precision.quantizing import check_source, quantize_bundle
-    from caracal_export.staging import BUNDLE, check_target
+    from caracal_export.staging import QUANTIZED, check_target
     from caracal_export.weight_files import check_shard_size
 
     precision = precision_from(args)
     check_threads(args.threads)
     limit = None if args.max_shard_size is None else parse_size(args.max_shard_size, "--max-shard-size")
     check_shard_size(limit)
-    check_target(BUNDLE, Path(args.output), overwrite=args.overwrite)
+    check_target(QUANTIZED, Path(args.output), overwrite=args.overwrite)
     text = None if args.calibration is None else read_text(args.calibration)
     bundle = open_bundle(args)
     check_source(bundle, precision)
     lines = []
-    try:
-        with ProgressLine() as progress:
-            higher: tuple[str, ...] = ()
-            if args.max_kl is not None:
-                ids = calibration_ids(bundle, text)
-                mixed = choose_higher(bundle, precision, args.max_kl, ids, threads=args.threads, progress=progress)
-                higher = mixed.higher
-                lines = mixed_lines(mixed)
-            done = quantize_bundle(
-                bundle,
-                args.output,
-                precision,
-                higher=higher,
-                overwrite=args.overwrite,
-                verify=not args.no_verify,
-                threads=args.threads,
-                max_shard_size=limit,
-                progress=progress,
-            )
-    except VerificationError as error:
-        if error.report is not None:
-            print(parity_output(error.report))
-        raise
+    with showing_failure(), ProgressLine() as progress:
+        higher: tuple[str, ...] = ()
+        if args.max_kl is not None:
+            ids = calibration_ids(bundle, text)
+            mixed = choose_higher(bundle, precision, args.max_kl, ids, threads=args.threads, progress=progress)
+            higher = mixed.higher
+            lines = mixed_lines(mixed)
+        done = quantize_bundle(
+            bundle,
+            args.output,
+            precision,
+            higher=higher,
+            overwrite=args.overwrite,
+            verify=not args.no_verify,
+            threads=args.threads,
+            max_shard_size=limit,
+            progress=progress,
+        )
     print(
         f"{done.path}: {precision.name}, {format_bytes(done.bytes)} of {format_bytes(done.bytes_before)} before",
         *lines,
         sep="\n",
     )
-    if done.report is None:
-        print(f"NOT RUN  verification  skipped by --no-verify; run: caracal parity {done.path}")
-    else:
-        print(parity_output(done.report))
+    print_verification(done.report, done.path)
     return 0

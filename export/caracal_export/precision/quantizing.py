@@ -31,7 +31,7 @@ from caracal_export.precision.formats import SCALE, Floats
 from caracal_export.precision.plan import Planned, Precision, plan, roles_of
 from caracal_export.precision.rewriting import BLOCKED_OPSET, needs_blocks, rewrite
 from caracal_export.proving import prove
-from caracal_export.staging import BUNDLE, check_target, staged_folder
+from caracal_export.staging import QUANTIZED, check_target, staged_folder
 from caracal_export.weight_files import check_shard_size, plan_files, write_files
 
 
@@ -78,8 +78,8 @@ def quantize_bundle(
     check_threads(threads)
     check_shard_size(max_shard_size)
     target = Path(output)
-    check_target(BUNDLE, target, overwrite=overwrite)
-    with staged_folder(BUNDLE, target, overwrite=overwrite) as stage:
+    check_target(QUANTIZED, target, overwrite=overwrite)
+    with staged_folder(QUANTIZED, target, overwrite=overwrite) as stage:
         found = write_quantized(
             bundle,
             stage,

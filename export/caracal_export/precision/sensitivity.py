@@ -126,11 +126,13 @@ class _Runner:
             self._values = {name: self._value(array) for name, array in self._arrays.items()}
         count = min(POSITIONS, len(ids) - 1)
         positions = np.linspace(0, len(ids) - 1, count + 1).astype(np.int64)[1:]
-        self._feeds = {
-            "input_ids": np.asarray([ids], np.int64),
-            "lengths": np.asarray([len(ids)], np.int64),
-            "logit_positions": positions[None],
-        }
+        self._feeds = bundle.manifest.lengths.padded(
+            {
+                "input_ids": np.asarray([ids], np.int64),
+                "lengths": np.asarray([len(ids)], np.int64),
+                "logit_positions": positions[None],
+            }
+        )
 
     def log_probabilities(self, replaced: Mapping[str, NDArray[np.float32]]) -> NDArray[np.float64]:
         """Of the compared positions: [positions, vocabulary]."""

@@ -85,7 +85,7 @@ def cases_for(bundle: Bundle, graph: str, wanted: str | None, workshop: Workshop
 def _forward(bundle: Bundle, case: GoldenCase) -> Case:
     tensors = bundle.golden()
     names = ("input_ids", "lengths", "logit_positions")
-    feeds = {name: np.array(tensors.tensor(f"{case.name}/{name}")) for name in names}
+    feeds = bundle.manifest.lengths.padded({name: np.array(tensors.tensor(f"{case.name}/{name}")) for name in names})
     columns = np.array(tensors.tensor(f"{case.name}/columns")) if case.columns else None
     return Case(case.name, feeds, np.array(tensors.tensor(f"{case.name}/logits")), columns)
 
@@ -125,7 +125,9 @@ def record(arguments: Mapping[str, Any], emit: Emit) -> None:
         return _Recorder(session, last) if graph == wanted else session
 
     resident = wanted == "step_resident"
-    decode = DecodeGraphs(bundle.manifest.model, graphs, open_session, resident=resident)
+    decode = DecodeGraphs(
+        bundle.manifest.model, graphs, open_session, resident=resident, lengths=bundle.manifest.lengths
+    )
     tensors = bundle.golden()
     ids, lengths = (np.asarray(tensors.tensor(f"{arguments['case']}/{name}")) for name in ("input_ids", "lengths"))
     rows = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]

@@ -14,9 +14,9 @@ import numpy as np
 
 from caracal_runtimes.bisect import standalone
 from caracal_runtimes.bisect.findings import BisectReport, Finding
-from caracal_runtimes.bisect.locate import Scene
 from caracal_runtimes.bisect.probe import Side
 from caracal_runtimes.bisect.report import report_text, verdict_line
+from caracal_runtimes.bisect.scene import Scene
 from caracal_runtimes.bisect.surgery import inlined, spec_of
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.manifest import GraphSpec

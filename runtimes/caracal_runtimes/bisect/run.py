@@ -18,11 +18,12 @@ from caracal_runtimes.bisect.compare import Difference, compare, statistics
 from caracal_runtimes.bisect.findings import BisectReport, Failure, Finding, NodeName
 from caracal_runtimes.bisect.inputs import Case, cases_for
 from caracal_runtimes.bisect.layers import LayerError, blocks_of, measure_layers
-from caracal_runtimes.bisect.locate import NotReproducedError, Scene, locate
+from caracal_runtimes.bisect.locate import locate
 from caracal_runtimes.bisect.picture import layer_svg
 from caracal_runtimes.bisect.probe import Result, Side, Workshop
 from caracal_runtimes.bisect.reference import Reference
 from caracal_runtimes.bisect.reproduce import check_folder, write
+from caracal_runtimes.bisect.scene import NotReproducedError, Scene
 from caracal_runtimes.bisect.surgery import Surgeon, import_onnx
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.environment import environment

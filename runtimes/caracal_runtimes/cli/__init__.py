@@ -56,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     code: int = 0
     debug = False
     try:
-        parser = build_parser()
-        args = parser.parse_args(argv)
+        given = sys.argv[1:] if argv is None else argv
+        parser = build_parser(given[0] if given else None)
+        args = parser.parse_args(given)
         debug = getattr(args, "debug", False)
         if not hasattr(args, "run"):
             parser.print_help()
@@ -88,14 +89,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"unexpected {type(error).__name__}: {error}; run again with --debug and report it", 3)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line, subcommands included."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line, subcommands included.
+
+    Args:
+        command: the only one that is needed, which saves loading the others; all of them for any other word.
+    """
     parser = argparse.ArgumentParser(
         prog="caracal", description="Take a trained Caracal checkpoint to ONNX, run it without PyTorch, prove it right."
     )
     parser.add_argument("--version", action="version", version=f"caracal-onnx {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, module in _commands().items():
+    for name, module in _commands(command).items():
         sub = commands.add_parser(
             name, help=module.HELP, description=module.__doc__.splitlines()[0] if module.__doc__ else None
         )
@@ -105,10 +110,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _commands() -> dict[str, ModuleType]:
+def _commands(command: str | None) -> dict[str, ModuleType]:
+    entries = entry_points(group=GROUP)
     found: dict[str, ModuleType] = {}
-    for entry in entry_points(group=GROUP):
-        found.setdefault(entry.name, entry.load())
+    for entry in [entry for entry in entries if entry.name == command] or entries:
+        if entry.name not in found:
+            found[entry.name] = entry.load()
     ranked = {name: rank for rank, name in enumerate(_ORDER)}
     return dict(sorted(found.items(), key=lambda item: (ranked.get(item[0], len(ranked)), item[0])))
 

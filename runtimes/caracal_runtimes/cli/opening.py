@@ -42,7 +42,12 @@ def open_model(args: argparse.Namespace, bundle: Bundle) -> CausalLM:
     """The bundle's model on the provider that was asked for. Raises what `Bundle.model` raises."""
     ep = chosen(args, bundle)
     return bundle.model(
-        ep, threads=args.threads, ep_options=ep_options(args), fast=args.fast, allow_fallback=args.allow_fallback
+        ep,
+        threads=args.threads,
+        ep_options=ep_options(args),
+        fast=args.fast,
+        allow_fallback=args.allow_fallback,
+        graph_cache=True,
     )
 
 

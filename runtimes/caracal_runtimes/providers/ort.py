@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from caracal_runtimes.errors import BundleError, NotRunError, PlacementError
 from caracal_runtimes.placing import placement_of
+from caracal_runtimes.providers.ort_loading import load
 from caracal_runtimes.safetensors_file import SafetensorsFiles
 from caracal_runtimes.session import (
     Binding,
@@ -37,8 +38,8 @@ class SharedWeights:
     """The weight files of a bundle, mapped once, for several sessions.
 
     By itself every session makes a copy of all weights, packed for its matrix products. Sessions that share read the
-    mapped files instead: one copy, and the operating system may share it among processes. For one row the products run
-    at the speed of the memory either way; for several rows a packed copy is some times faster.
+    mapped files instead: one copy, and the operating system may share it among processes. A packed copy is faster, by how
+    much depends on the processor: little to some 30 % for one row, some times for several (docs/performance.md).
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -107,6 +108,8 @@ class OrtSession:
         dimensions: sizes that symbolic axes are fixed to before the graph is optimised.
         memory: where `device_array` makes arrays.
         release: after each run, give back the main memory that it took beyond the weights.
+        cached_by: digest of what the optimised graph depends on besides the graph itself: the weights. With one the optimised
+            graph is taken from this user's cache, or put there; see `graph_cache`. Only for ONNX Runtime's own kernels.
 
     Raises:
         NotRunError: ONNX Runtime is not installed or the provider does not start.
@@ -127,6 +130,7 @@ class OrtSession:
         dimensions: Mapping[str, int] | None = None,
         memory: DeviceMemory | None = None,
         release: bool = False,
+        cached_by: str = "",
     ) -> None:
         ort = import_onnxruntime()
         self._run_options: Any = None
@@ -140,7 +144,8 @@ class OrtSession:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-        # Threads wait for their next piece of work by spinning; between runs that would take cores from other sessions.
+        # Threads wait for their next piece of work by spinning; between runs that would take cores from other sessions. How
+        # long they spin inside of one is set by the provider.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.log_severity_level = 4  # errors come as exceptions; the log would repeat them
         # Without this, which node ran where can only be guessed from the list of providers that was asked for.
@@ -154,10 +159,8 @@ class OrtSession:
             self._weights = weights  # the session reads them as long as it lives
         try:
             providers = configure(options)
-            # enable_fallback=0: a provider that fails must not turn into a CPU session without a word.
-            self._session: onnxruntime.InferenceSession = ort.InferenceSession(
-                str(path), options, providers=providers, enable_fallback=0
-            )
+            depends = [cached_by, ort_name, repr(providers), sorted((dimensions or {}).items())] if cached_by else []
+            self._session: onnxruntime.InferenceSession = load(ort, path, options, providers, depends)
         except Exception as error:  # noqa: BLE001 - the library's own exception types are not public
             raise _load_error(path, ep, ort, error) from None
         if not allow_fallback:

@@ -118,6 +118,7 @@ class OrtProvider(Provider):
                     dimensions=dimensions,
                     memory=None if self.fixed_shapes else self._memory(settings),
                     release=settings.low_memory and self.ort_name == CPU and _reads_sequences(spec),
+                    cached_by=settings.cached_by if self.ort_name == CPU else "",
                 )
 
         if not self.fixed_shapes:

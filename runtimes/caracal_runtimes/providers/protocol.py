@@ -54,6 +54,8 @@ class Settings:
         allow_fallback: accept a session in which another provider runs computing nodes; otherwise it is a finding.
         low_memory: give back what a pass over many tokens took, instead of keeping it for the next one; slower.
             Runtimes that cannot ignore it.
+        cached_by: digest of the weights that the graph reads, or of their absence: the optimised graph may be taken from this
+            user's cache. Empty: it is optimised anew. Runtimes that keep none ignore it.
     """
 
     device: str | None = None
@@ -63,6 +65,7 @@ class Settings:
     weights: tuple[Path, ...] = ()
     allow_fallback: bool = False
     low_memory: bool = False
+    cached_by: str = ""
 
 
 class Provider(ABC):
