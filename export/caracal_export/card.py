@@ -44,7 +44,7 @@ def model_card(config: CaracalConfig, parameters: int, manifest: Manifest, repor
 {config.num_attention_heads} heads, window {config.sliding_window}, vocabulary {config.vocab_size:,}.
 
 Mixing `{graph.mixing}`, opset {graph.opset}, {manifest.precision}. Source weights: sha256 `{manifest.source["sha256"]}`.
-{_precision_lines(manifest, report)}
+{_precision_lines(manifest, report)}{_bound_line(manifest)}
 ## Run it
 
 ```
@@ -62,6 +62,15 @@ caracal parity .
 `manifest.json` describes every file (`weights` lists those with the weights), graph, input and output; `forward.onnx` (whole sequences), `extend.onnx` (chunks that continue
 them), `step.onnx` and `step_resident.onnx` (one token) read their weights from the weight files, `convolve.onnx` and `convolve_long.onnx` have none; `golden.safetensors` holds the recorded PyTorch outputs that `caracal parity` compares with.
 """
+
+
+def _bound_line(manifest: Manifest) -> str:
+    """How long a pass may be, where that is bounded."""
+    if manifest.max_length is None:
+        return ""
+    how = "exactly" if manifest.static_length else "at most"
+    padded = ", padded where there are fewer" if manifest.static_length else ""
+    return f"\nOne pass reads {how} {manifest.max_length:,} tokens{padded}; longer texts are read in several.\n"
 
 
 def _precision_lines(manifest: Manifest, report: ParityReport | None) -> str:

@@ -508,6 +508,15 @@ def test_info_tells_it(
     assert (told["max_length"], told["static_length"]) == (lengths.most, lengths.static)
 
 
+def test_the_card_tells_it(bounded: Callable[[str], Path], bundle: Callable[[str], Path]) -> None:
+    def card(folder: Path) -> str:
+        return (folder / "README.md").read_text(encoding="utf-8")
+
+    assert f"One pass reads exactly {N} tokens, padded where there are fewer; longer texts" in card(bounded("static"))
+    assert f"One pass reads at most {N} tokens; longer texts" in card(bounded("bounded"))
+    assert "One pass" not in card(bundle("matmul"))
+
+
 def test_a_calibration_text_is_cut_to_one_pass(
     bounded: Callable[[str], Path],
     copy_bundle: Callable[[Path], Path],
