@@ -18,8 +18,9 @@ from onnx.reference import ReferenceEvaluator
 
 Arrays = dict[str, NDArray[Any]]
 
-#: Elements up to which equal constants are merged.
+#: Elements up to which a constant is no table.
 SMALL = 64
+_MERGED = 1 << 22  # elements up to which equal constants are merged: every layer takes its part of the same matrices
 #: A float sum of this many numbers and more that is this many times as large as its largest operand is not stored: the mask of
 #: all blocks of an attention is the mask of one block and a row per block, in a fraction of the bytes.
 LARGE, _GROWTH = 1 << 18, 8
@@ -50,7 +51,7 @@ def fold_constants(model: ir.Model) -> None:
         value.replace_all_uses_with(folded, replace_graph_outputs=True)
         value.name, folded.name = f"{name}/before", name
     common.RemoveUnusedNodesPass()(model)
-    common.CommonSubexpressionEliminationPass(size_limit=SMALL)(model)
+    common.CommonSubexpressionEliminationPass(size_limit=_MERGED)(model)
 
 
 def constant_bytes(model: ir.Model) -> int:

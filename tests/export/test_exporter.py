@@ -225,9 +225,9 @@ def test_a_slightly_wrong_lowering_is_not_written(
 
     right = lowerings.MIXINGS["matmul"]
 
-    def off_by_a_thousandth(pairs: Any, *, folded: bool) -> Any:
-        first, whole = right(pairs, folded=folded)
-        return op.Mul(first, op.Constant(value_float=1.001)), whole
+    def off_by_a_thousandth(pairs: Any, count: Any, *, folded: bool, longest: int | None = None) -> Any:
+        whole = right(pairs, count, folded=folded, longest=longest)
+        return whole if len(pairs) > 1 else op.Mul(whole, op.Constant(value_float=1.001))  # whole sequences alone
 
     monkeypatch.setitem(lowerings.MIXINGS, "matmul", off_by_a_thousandth)  # type: ignore[arg-type]
     with pytest.raises(VerificationError) as raised:
