@@ -70,12 +70,15 @@ def _blocked_attention(
         x = op.Pad(x, op.Concat(ints(0), before, ints(0, 0), behind, ints(0), axis=0))
         return op.Transpose(op.Reshape(x, shape(0, count, block, heads, head_dim)), perm=[0, 3, 1, 2, 4])
 
-    # Each block together with those before it: [B, H, blocks, 3C, Dh].
-    windows = op.Add(column(iota(blocks)), iota(ints(_BEFORE + 1)))
-    merged = shape(0, heads, blocks, op.Mul(block, ints(_BEFORE + 1)), head_dim)
-    keys, values = (
-        op.Reshape(op.Gather(split(x, missing, op.Add(blocks, ints(_BEFORE))), windows, axis=2), merged) for x in (k, v)
-    )
+    several = op.Add(blocks, ints(_BEFORE))
+
+    def with_blocks_before(x: Value) -> Value:
+        """[B, H, blocks, 3C, Dh]. By slices: a Gather of windows would be one copy less, and wrong on one provider's NPU."""
+        x = split(x, missing, several)
+        parts = [op.Slice(x, ints(first), op.Add(blocks, ints(first)), ints(2)) for first in range(_BEFORE + 1)]
+        return op.Concat(*parts, axis=3)
+
+    keys, values = with_blocks_before(k), with_blocks_before(v)
     # Scaling the queries costs less than scaling the scores, and right before the product ONNX Runtime takes it into that.
     q = op.Mul(split(q, ints(0), blocks), scalar(1.0 / math.sqrt(head_dim)))
     scores = op.MatMul(q, op.Transpose(keys, perm=[0, 1, 2, 4, 3]))  # (B, H, blocks, C, 3C)

@@ -46,9 +46,10 @@ _FORWARD_SWA: _Kinds = {
     "Add": 4 + 1 + 3,  # biases; the mask; where the last rows lie, in a row and of keys and values in the batch
     "Pad": 3 + 2,  # to whole blocks; zeros before the last rows
     "Transpose": 3 + 1,  # heads in front, and back
-    "Gather": 2 + 2,  # a block's keys and values with those before; the last rows
+    "Slice": 2 * 3 + 1,  # keys and values of a block and of those before it; what is behind the last token
+    "Concat": 2,
+    "Gather": 2,  # the last rows
     "Softmax": 1,
-    "Slice": 1,
 }
 _STEP_MHF: _Kinds = {
     "Concat": 1,  # the short convolution's rows
