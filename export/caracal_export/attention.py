@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 
+from caracal_runtimes.attention_blocks import BEFORE, block_length
 from onnxscript.onnx_opset import opset18 as op
 
 from caracal_export.graph_ops import FLOAT, Value, ceil_div, column, dim, ints, iota, scalar, shape
 
 _MASKED = -1e9  # added to a score that must not count; finite, because -inf turns into NaN on some providers
-# Blocks in front of its own that a block's queries see: of half the window each, so that two hold it. Of the scores that are computed then
-# a third is masked; with blocks as long as the window it is half, and with shorter ones every key is copied more often.
-_BEFORE = 2
 
 
 def sliding_window_attention(q: Value, k: Value, v: Value, heads: int, window: int) -> Value:
@@ -27,8 +25,8 @@ def sliding_window_attention(q: Value, k: Value, v: Value, heads: int, window: i
     Returns:
         [B, L, D].
     """
-    block = op.Min(dim(q, 1), ints(_block(window)))
-    before = op.Mul(block, ints(_BEFORE))
+    block = op.Min(dim(q, 1), ints(block_length(window)))
+    before = op.Mul(block, ints(BEFORE))
     return _blocked_attention(q, k, v, block, before, None, heads, window)
 
 
@@ -44,12 +42,8 @@ def chunk_attention(q: Value, k: Value, v: Value, starts: Value, heads: int, win
     Returns:
         [B, L, D].
     """
-    block = _block(window)
-    return _blocked_attention(q, k, v, ints(block), ints(_BEFORE * block - window), starts, heads, window)
-
-
-def _block(window: int) -> int:
-    return -(-window // _BEFORE)
+    block = block_length(window)
+    return _blocked_attention(q, k, v, ints(block), ints(BEFORE * block - window), starts, heads, window)
 
 
 def _blocked_attention(
@@ -70,12 +64,12 @@ def _blocked_attention(
         x = op.Pad(x, op.Concat(ints(0), before, ints(0, 0), behind, ints(0), axis=0))
         return op.Transpose(op.Reshape(x, shape(0, count, block, heads, head_dim)), perm=[0, 3, 1, 2, 4])
 
-    several = op.Add(blocks, ints(_BEFORE))
+    several = op.Add(blocks, ints(BEFORE))
 
     def with_blocks_before(x: Value) -> Value:
         """[B, H, blocks, 3C, Dh]. By slices: a Gather of windows would be one copy less, and wrong on one provider's NPU."""
         x = split(x, missing, several)
-        parts = [op.Slice(x, ints(first), op.Add(blocks, ints(first)), ints(2)) for first in range(_BEFORE + 1)]
+        parts = [op.Slice(x, ints(first), op.Add(blocks, ints(first)), ints(2)) for first in range(BEFORE + 1)]
         return op.Concat(*parts, axis=3)
 
     keys, values = with_blocks_before(k), with_blocks_before(v)
@@ -91,10 +85,10 @@ def _blocked_attention(
 def _window_mask(block: Value, blocks: Value, starts: Value | None, window: int) -> Value:
     """[blocks, C, 3C], with `starts` [B, 1, blocks, C, 3C]: 0 where a query sees a key, else a large negative number."""
     size = op.Squeeze(op.Cast(block, to=FLOAT), ints(0))
-    before = op.Mul(size, scalar(float(_BEFORE)))
+    before = op.Mul(size, scalar(float(BEFORE)))
     index = op.Cast(iota(block), to=FLOAT)
     # (3C), relative to the block's start
-    key = op.Sub(op.Cast(iota(op.Mul(block, ints(_BEFORE + 1))), to=FLOAT), before)
+    key = op.Sub(op.Cast(iota(op.Mul(block, ints(BEFORE + 1))), to=FLOAT), before)
     distance = op.Sub(column(index), key)  # (C, 3C)
     first = op.Mul(op.Cast(iota(blocks), to=FLOAT), size)
     position = op.Add(op.Unsqueeze(first, ints(1, 2)), key)  # (blocks, 1, 3C)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from caracal_runtimes.attention_blocks import layout
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.pass_lengths import PassLengths
 from caracal_runtimes.transform_factors import factors
@@ -57,7 +58,6 @@ def table_bytes(lengths: PassLengths, mixing: str, window: int) -> int:
 
 
 def _mask_elements(length: int, window: int) -> int:
-    block = min(-(-window // 2), length)
-    blocks = -(-length // block)
-    whole = blocks * block * 3 * block
-    return whole if whole < LARGE else 3 * block * (block + blocks)
+    blocks, block, keys = layout(length, window)
+    whole = blocks * block * keys
+    return whole if whole < LARGE else keys * (block + blocks)

@@ -67,18 +67,20 @@ def causal_conv(v: Value, g: Value, *, method: _Method) -> Value:
 
 def convolve(v: Value, g: Value, *, method: _Method) -> tuple[Value, Value]:
     """The linear convolution of [B, L, D] with [B, L, D]: its first L rows, and all 2L (the last is zero)."""
-    return convolve_pairs(v, g, None, None, True, method=method)
+    return _early_and_whole([(v, g)], folded=True, method=method)
 
 
-def convolve_pairs(
-    a: Value, b: Value, c: Value | None, d: Value | None, folded: bool, *, method: _Method
-) -> tuple[Value, Value]:
+def convolve_pairs(a: Value, b: Value, c: Value, d: Value, folded: bool, *, method: _Method) -> tuple[Value, Value]:
     """A * b + c * d, for a, c [B, L, D] and b, d [B, K, D], K >= L: the first L rows, and all L + K.
 
     `folded` as in `RightAngle`; the operator DFT has one form.
     """
-    left, right = dim(a, 1), dim(b, 1)
-    whole = method([(a, b)] if c is None else [(a, b), (c, d)], op.Add(left, right), folded=folded)
+    return _early_and_whole([(a, b), (c, d)], folded=folded, method=method)
+
+
+def _early_and_whole(pairs: Sequence[tuple[Value, Value]], *, folded: bool, method: _Method) -> tuple[Value, Value]:
+    left, right = dim(pairs[0][0], 1), dim(pairs[0][1], 1)
+    whole = method(pairs, op.Add(left, right), folded=folded)
     return op.Slice(whole, ints(0), left, ints(1)), whole
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from caracal_runtimes.attention_blocks import layout
 from caracal_runtimes.errors import InputError, LimitError
 from caracal_runtimes.machine import available_bytes
 from caracal_runtimes.manifest import MHF, ModelSpec
@@ -38,8 +39,7 @@ def largest_tensors(
     """
     transformed, length = lengths.transformed(length), lengths.inside(length)
     heads, width = model.num_attention_heads, model.hidden_size
-    block = min(-(-model.sliding_window // 2), length)
-    padded = -(-length // block) * block
+    blocks, block, keys = layout(length, model.sliding_window)
     if mixing == "dft":  # a power of two of at least 2L points, complex
         spectra, tables = 2 * (2 << (transformed - 1).bit_length()), 0
     else:  # every part of one spectrum times every part of the other
@@ -47,7 +47,7 @@ def largest_tensors(
         spectra, tables = 4 * n1 * n2 * n3, n1 * n2 * 8 * n3 * n3
     return {
         "logits [B, P, V]": batch * positions * model.vocab_size,
-        "attention scores [B, H, L, 1.5 W]": batch * heads * padded * 3 * block,
+        "attention scores [B, H, L, 1.5 W]": batch * heads * blocks * block * keys,
         "feed-forward [B, L, F]": batch * length * model.intermediate_size,
         "spectra [B, 4L, D]": batch * spectra * width,
         "transform tables": tables,

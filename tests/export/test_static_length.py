@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,13 @@ from caracal_export.precision.quantizing import quantize_bundle
 from caracal_export.precision.sensitivity import divergence
 from caracal_runtimes import replay
 from caracal_runtimes.bundle import Bundle
-from caracal_runtimes.cli import main
 from caracal_runtimes.errors import InputError, NotRunError
 from caracal_runtimes.model import CausalLM
 from caracal_runtimes.parity import run_parity
 from caracal_runtimes.pass_lengths import ANY, PassLengths
 from caracal_runtimes.sampling import SamplingOptions
 from numpy.typing import NDArray
+from running import Ran
 
 from caracal import CaracalModel, open_checkpoint
 
@@ -91,30 +89,6 @@ def form(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def loaded(bounded: Callable[[str], Path], form: str) -> CausalLM:
     return Bundle.open(bounded(form)).model(threads=1)
-
-
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def caracal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
-    """`caracal(*arguments)` in this process."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: object) -> Ran:
-        capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as left:  # argparse leaves by itself
-            code = int(left.code or 0)
-        return Ran(code, *capsys.readouterr())
-
-    yield run
-    signal.signal(signal.SIGTERM, before)
 
 
 def _ids(*shape: int, seed: int = 0) -> NDArray[np.int64]:
