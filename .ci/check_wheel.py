@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -21,8 +22,18 @@ MUST_HAVE = (
     "caracal_runtimes/report_page/style.css",
     "caracal_export/passage.txt",
     "caracal_runtimes/py.typed",
+    "caracal_runtimes/web/.npmrc",
+    "caracal_runtimes/web/generate.mjs",
+    "caracal_runtimes/web/lib/index.mjs",
+    "caracal_runtimes/web/lib/node.mjs",
+    "caracal_runtimes/web/package-lock.json",
+    "caracal_runtimes/web/package.json",
+    "caracal_runtimes/web/page/index.html",
+    "caracal_runtimes/web/page/service-worker.js",
+    "caracal_runtimes/web/parity.mjs",
 )
 PACKAGES = ("caracal/", "caracal_export/", "caracal_runtimes/")
+UNWANTED = re.compile(r"/node_modules/|/web/test/")
 MAX_BYTES = 12_000_000
 
 
@@ -34,7 +45,9 @@ def main() -> None:
         entry_points = archive.read(next(n for n in names if n.endswith(".dist-info/entry_points.txt"))).decode()
     problems = [f"missing: {name}" for name in MUST_HAVE if name not in names]
     problems += [f"unexpected: {n}" for n in names if not n.startswith(PACKAGES) and ".dist-info/" not in n]
-    problems += [f"unexpected: {n}" for n in names if n.endswith((".pyc", ".tmp")) or "/tests/" in n]
+    problems += [
+        f"unexpected: {n}" for n in names if n.endswith((".pyc", ".tmp")) or "/tests/" in n or UNWANTED.search(n)
+    ]
     if not any(n.endswith("licenses/LICENSE") for n in names):
         problems.append("missing: the licence")
     for command in (
@@ -48,6 +61,7 @@ def main() -> None:
         "providers",
         "generate",
         "score",
+        "web",
         "parity",
         "bisect",
         "bench",

@@ -67,7 +67,7 @@ for _precision, _limit in _PRECISIONS.items():
 #: below this many times that would be missed by a right one.
 ROUNDINGS = 3
 #: Relative L2 beyond which no rounding excuses a difference.
-_MOST_ROUNDING = 1e-3
+MOST_ROUNDING = 1e-3
 
 
 def tolerance_for(level: str, precision: str, rounding: float = 0.0) -> Tolerance:
@@ -85,7 +85,7 @@ def tolerance_for(level: str, precision: str, rounding: float = 0.0) -> Toleranc
     except KeyError:
         known = ", ".join(f"{a}/{b}" for a, b in TOLERANCES)
         raise InputError(f"tolerance: no level {level!r} for precision {precision!r}; known are {known}") from None
-    least = min(ROUNDINGS * rounding, _MOST_ROUNDING)
+    least = min(ROUNDINGS * rounding, MOST_ROUNDING)
     if least <= entry.relative_l2:
         return entry
     factor = least / entry.relative_l2

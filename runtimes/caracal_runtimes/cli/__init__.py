@@ -33,6 +33,7 @@ _ORDER = (
     "providers",
     "generate",
     "score",
+    "web",
     "parity",
     "bisect",
     "sign",
