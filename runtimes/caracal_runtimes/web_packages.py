@@ -23,7 +23,7 @@ from caracal_runtimes.errors import InputError, NotRunError
 NODE_MODULES = "node_modules"
 LOCK_FILE = "package-lock.json"
 _SETUP_FILES = ("package.json", LOCK_FILE, ".npmrc")
-_NPM = ("ci", "--omit=optional", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
+_NPM = ("ci", "--omit=optional", "--omit=dev", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
 _DIGITS = 16  # of the lock file's sha256; enough to tell versions of one file apart
 
 

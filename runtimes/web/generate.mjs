@@ -49,7 +49,10 @@ await main('generate', USAGE, /** @type {any} */ (OPTIONS), async (values, path)
     signal: interrupted(),
   };
   if (options.chunk < 1) throw new InputError('--prefill-chunk must be an integer of at least 1, found 0');
-  const engine = await nodeEngine(values.ep, { threads: integer('--threads', values.threads), options: epOptions(values['ep-option']) });
+  const engine = await nodeEngine(values.ep, {
+    threads: integer('--threads', values.threads),
+    options: epOptions(values['ep-option']),
+  });
   const bundle = await openFolder(path, { checkHashes: !values['no-check'] });
   const model = await openModel(bundle, engine, { allowFallback: values['allow-fallback'] });
   const began = performance.now();
@@ -67,13 +70,27 @@ await main('generate', USAGE, /** @type {any} */ (OPTIONS), async (values, path)
   });
   if (values.format === 'json') {
     const decode = times.length > 1 ? times[times.length - 1] - times[0] : 0;
-    const found = results.map(({ promptIds, ids, logprobs, text, stoppedBy }) => ({ prompt_ids: promptIds, ids, logprobs, text, stopped_by: stoppedBy }));
-    const timings = { first_token_s: times.length ? times[0] / 1000 : null, decode_s: decode / 1000, decode_tokens_per_s: decode ? (1000 * (times.length - 1)) / decode : null };
-    process.stdout.write(`${JSON.stringify({ results: found, timings, ep: engine.ep, threads: engine.threads, unchecked: !bundle.checked })}\n`);
+    const found = results.map(({ promptIds, ids, logprobs, text, stoppedBy }) => ({
+      prompt_ids: promptIds,
+      ids,
+      logprobs,
+      text,
+      stopped_by: stoppedBy,
+    }));
+    const timings = {
+      first_token_s: times.length ? times[0] / 1000 : null,
+      decode_s: decode / 1000,
+      decode_tokens_per_s: decode ? (1000 * (times.length - 1)) / decode : null,
+    };
+    process.stdout.write(
+      `${JSON.stringify({ results: found, timings, ep: engine.ep, threads: engine.threads, unchecked: !bundle.checked })}\n`,
+    );
   } else if (stream) process.stdout.write('\n');
   else {
     results.forEach(({ ids, text, stoppedBy }, row) => {
-      process.stdout.write(`== ${row + 1} of ${results.length}, ${ids.length} tokens, ended by ${stoppedBy}\n${asIds || text === null ? ids.join(' ') : text}\n`);
+      process.stdout.write(
+        `== ${row + 1} of ${results.length}, ${ids.length} tokens, ended by ${stoppedBy}\n${asIds || text === null ? ids.join(' ') : text}\n`,
+      );
     });
   }
   return results.some(({ stoppedBy }) => stoppedBy === 'cancelled') ? 130 : 0;
@@ -81,8 +98,10 @@ await main('generate', USAGE, /** @type {any} */ (OPTIONS), async (values, path)
 
 /** @param {any} values */
 function promptsOf(values) {
-  if (values.prompt.length && values.ids.length) throw new InputError('expected prompts of one kind, found --prompt and --ids');
-  if (!values.prompt.length && !values.ids.length) throw new InputError('expected a prompt, found none; pass -p or --ids');
+  if (values.prompt.length && values.ids.length)
+    throw new InputError('expected prompts of one kind, found --prompt and --ids');
+  if (!values.prompt.length && !values.ids.length)
+    throw new InputError('expected a prompt, found none; pass -p or --ids');
   if (!values.ids.length) return values.prompt;
   return values.ids.map((/** @type {string} */ text) => text.split(',').map((id) => integer('--ids', id.trim())));
 }

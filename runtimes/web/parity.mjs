@@ -1,9 +1,27 @@
 #!/usr/bin/env node
 /** Compares a provider of Node with the PyTorch outputs recorded in a bundle: the verdict, exit codes and JSON of `caracal parity`. */
 
-import { RUNTIME_OPTIONS, checkWritable, epOptions, integer, interrupted, main, progressLine, writeWhole } from './lib/command.mjs';
+import {
+  RUNTIME_OPTIONS,
+  checkWritable,
+  epOptions,
+  integer,
+  interrupted,
+  main,
+  progressLine,
+  writeWhole,
+} from './lib/command.mjs';
 import { scientific } from './lib/metrics.mjs';
-import { EXIT_CODES, nodeEngine, openFolder, openModel, runParity, verdictLine, verdictOf, wholeReport } from './lib/node.mjs';
+import {
+  EXIT_CODES,
+  nodeEngine,
+  openFolder,
+  openModel,
+  runParity,
+  verdictLine,
+  verdictOf,
+  wholeReport,
+} from './lib/node.mjs';
 
 const USAGE = `usage: node parity.mjs BUNDLE [--ep NAME] [--json FILE]
 
@@ -20,27 +38,35 @@ nothing could be compared.
   --json FILE           write the whole report to FILE; \`caracal parity merge\` joins it with others
   --format text|json    how to print the result (default: text)`;
 
-await main('parity', USAGE, { ...RUNTIME_OPTIONS, level: { type: 'string' }, quick: { type: 'boolean', default: false } }, async (values, path) => {
-  if (values.json !== undefined) await checkWritable(values.json);
-  const signal = interrupted();
-  const engine = await nodeEngine(values.ep, { threads: integer('--threads', values.threads), options: epOptions(values['ep-option']) });
-  const bundle = await openFolder(path, { checkHashes: !values['no-check'] });
-  const model = await openModel(bundle, engine, { allowFallback: true });
-  const row = await runParity(bundle, engine, {
-    level: values.level,
-    quick: values.quick,
-    allowFallback: values['allow-fallback'],
-    signal,
-    model,
-    progress: (what, done, total) => progressLine(`${done}/${total}  ${what}`),
-  });
-  progressLine('');
-  const report = wholeReport(bundle, row, engine.machine);
-  const text = `${JSON.stringify(report, null, 2)}\n`;
-  if (values.json !== undefined) await writeWhole(values.json, text);
-  process.stdout.write(values.format === 'json' ? text : `${table(row)}\n\n${verdictLine(bundle, row)}\n`);
-  return EXIT_CODES[verdictOf(row)];
-});
+await main(
+  'parity',
+  USAGE,
+  { ...RUNTIME_OPTIONS, level: { type: 'string' }, quick: { type: 'boolean', default: false } },
+  async (values, path) => {
+    if (values.json !== undefined) await checkWritable(values.json);
+    const signal = interrupted();
+    const engine = await nodeEngine(values.ep, {
+      threads: integer('--threads', values.threads),
+      options: epOptions(values['ep-option']),
+    });
+    const bundle = await openFolder(path, { checkHashes: !values['no-check'] });
+    const model = await openModel(bundle, engine, { allowFallback: true });
+    const row = await runParity(bundle, engine, {
+      level: values.level,
+      quick: values.quick,
+      allowFallback: values['allow-fallback'],
+      signal,
+      model,
+      progress: (what, done, total) => progressLine(`${done}/${total}  ${what}`),
+    });
+    progressLine('');
+    const report = wholeReport(bundle, row, engine.machine);
+    const text = `${JSON.stringify(report, null, 2)}\n`;
+    if (values.json !== undefined) await writeWhole(values.json, text);
+    process.stdout.write(values.format === 'json' ? text : `${table(row)}\n\n${verdictLine(bundle, row)}\n`);
+    return EXIT_CODES[verdictOf(row)];
+  },
+);
 
 /**
  * A line per comparison, and where nodes ran.
@@ -49,25 +75,59 @@ await main('parity', USAGE, { ...RUNTIME_OPTIONS, level: { type: 'string' }, qui
 function table(row) {
   const lines = [['case', 'batch x length', 'relative L2', 'max abs', 'KL max', 'top-1', 'verdict']];
   for (const { name, batch, length, metrics, verdict, reason } of row.cases) {
-    const figure = (/** @type {number | null | undefined} */ value) => (value === null || value === undefined ? '-' : scientific(value, 1));
-    const top = metrics && metrics.top1_disagreements !== null ? `${metrics.positions - metrics.top1_disagreements}/${metrics.positions}` : '-';
+    const figure = (/** @type {number | null | undefined} */ value) =>
+      value === null || value === undefined ? '-' : scientific(value, 1);
+    const top =
+      metrics && metrics.top1_disagreements !== null
+        ? `${metrics.positions - metrics.top1_disagreements}/${metrics.positions}`
+        : '-';
     const said = verdict === 'PASSED' ? verdict : `${verdict}  ${reason}`;
-    lines.push([name, `${batch} x ${length}`, figure(metrics?.relative_l2), figure(metrics?.max_abs), figure(metrics?.kl_max), top, said]);
+    lines.push([
+      name,
+      `${batch} x ${length}`,
+      figure(metrics?.relative_l2),
+      figure(metrics?.max_abs),
+      figure(metrics?.kl_max),
+      top,
+      said,
+    ]);
   }
-  const widths = lines[0].map((_, column) => Math.max(...lines.slice(0, -1).concat(lines.slice(-1)).map((line) => (column === 6 ? 0 : line[column].length))));
-  const found = lines.map((line) => line.map((cell, column) => cell.padEnd(widths[column])).join('  ').trimEnd());
+  const widths = lines[0].map((_, column) =>
+    Math.max(
+      ...lines
+        .slice(0, -1)
+        .concat(lines.slice(-1))
+        .map((line) => (column === 6 ? 0 : line[column].length)),
+    ),
+  );
+  const found = lines.map((line) =>
+    line
+      .map((cell, column) => cell.padEnd(widths[column]))
+      .join('  ')
+      .trimEnd(),
+  );
   for (const { name, agreeing, new_tokens: wanted, prompt_length: prompt, verdict, reason } of row.greedy) {
-    found.push(`${name}: ${agreeing} of ${wanted} tokens agree after a prompt of ${prompt}  ${verdict}${reason ? `  ${reason}` : ''}`);
+    found.push(
+      `${name}: ${agreeing} of ${wanted} tokens agree after a prompt of ${prompt}  ${verdict}${reason ? `  ${reason}` : ''}`,
+    );
   }
   if (row.text) {
     const { bits_per_byte: bits, difference, verdict, reason, tokens } = row.text;
-    const figures = bits === null || difference === null ? reason : `${bits.toFixed(6)} bits per byte, ${difference < 0 ? '' : '+'}${scientific(difference, 1)} over ${tokens} tokens`;
+    const figures =
+      bits === null || difference === null
+        ? reason
+        : `${bits.toFixed(6)} bits per byte, ${difference < 0 ? '' : '+'}${scientific(difference, 1)} over ${tokens} tokens`;
     found.push(`text: ${figures}  ${verdict}`);
   }
   /** @type {Record<string, number>} */
   const nodes = {};
-  for (const part of Object.values(row.placement ?? {})) for (const [name, count] of Object.entries(part.nodes)) nodes[name] = (nodes[name] ?? 0) + count;
-  const where = Object.entries(nodes).map(([name, count]) => `${count} on ${name}`).join(', ');
-  found.push(`nodes: ${where || 'all on the CPU, there is no other provider in the session'}; ${row.threads} thread(s); level ${row.level}`);
+  for (const part of Object.values(row.placement ?? {}))
+    for (const [name, count] of Object.entries(part.nodes)) nodes[name] = (nodes[name] ?? 0) + count;
+  const where = Object.entries(nodes)
+    .map(([name, count]) => `${count} on ${name}`)
+    .join(', ');
+  found.push(
+    `nodes: ${where || 'all on the CPU, there is no other provider in the session'}; ${row.threads} thread(s); level ${row.level}`,
+  );
   return found.join('\n');
 }

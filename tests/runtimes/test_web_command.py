@@ -766,7 +766,7 @@ def test_npm_fills_the_cache_once(bare: Path, parts: Parts, tmp_path: Path, capf
     found = find_packages(parts.web)
     assert found.is_relative_to(tmp_path / "cache" / "web")
     assert "npm installs onnxruntime-web 1.2.0, @huggingface/tokenizers 1.2.1 into" in capfd.readouterr().err
-    assert (bare.parent / "calls").read_text().startswith("ci --omit=optional --ignore-scripts")
+    assert (bare.parent / "calls").read_text().startswith("ci --omit=optional --omit=dev --ignore-scripts")
     bare.unlink()
     assert find_packages(parts.web) == found
     assert capfd.readouterr().err == ""

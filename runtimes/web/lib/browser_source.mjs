@@ -18,7 +18,9 @@ export function urlSource(address, { warn } = {}) {
   try {
     base = new URL(address.endsWith('/') ? address : `${address}/`, globalThis.location?.href);
   } catch {
-    throw new BundleError(`bundle: ${address.slice(0, 80)} is no address; expected the URL of a folder that \`caracal export\` wrote`);
+    throw new BundleError(
+      `bundle: ${address.slice(0, 80)} is no address; expected the URL of a folder that \`caracal export\` wrote`,
+    );
   }
   const name = decodeURIComponent(base.pathname.split('/').filter(Boolean).pop() ?? base.host);
   return {
@@ -41,7 +43,8 @@ export function urlSource(address, { warn } = {}) {
       try {
         const bytes = await download(url, file, most, signal, (done) => onBytes?.(done, false));
         // The manifest has no hash that it could be found by: its copy is for when the network gives no answer.
-        if (file === MANIFEST_FILE) await cache?.put(key, new Response(/** @type {BodyInit} */ (bytes))).catch(() => undefined);
+        if (file === MANIFEST_FILE)
+          await cache?.put(key, new Response(/** @type {BodyInit} */ (bytes))).catch(() => undefined);
         return bytes;
       } catch (error) {
         const kept = error instanceof NetworkError && file === MANIFEST_FILE ? await cache?.match(key) : undefined;
@@ -74,14 +77,21 @@ export function filesSource(files, name) {
     name,
     async read(path, { most, onBytes }) {
       const file = byPath.get(path);
-      if (!file) throw new BundleError(path === MANIFEST_FILE ? `bundle: the folder has no ${MANIFEST_FILE}; expected one that \`caracal export\` wrote` : missing(path));
+      if (!file)
+        throw new BundleError(
+          path === MANIFEST_FILE
+            ? `bundle: the folder has no ${MANIFEST_FILE}; expected one that \`caracal export\` wrote`
+            : missing(path),
+        );
       if (file.size > most) throw new BundleError(tooLong(path, file.size, most));
       try {
         const bytes = new Uint8Array(await file.arrayBuffer());
         onBytes?.(bytes.byteLength, false);
         return bytes;
       } catch (error) {
-        throw new BundleError(`bundle: ${path} cannot be read (${/** @type {Error} */ (error).name}); drop the folder again`);
+        throw new BundleError(
+          `bundle: ${path} cannot be read (${/** @type {Error} */ (error).name}); drop the folder again`,
+        );
       }
     },
   };
@@ -103,7 +113,9 @@ async function download(url, file, most, signal, onBytes) {
   const lost = (/** @type {unknown} */ error) => {
     if (signal?.aborted) return new CancelledError();
     const why = error instanceof Error ? error.message : String(error);
-    return new NetworkError(`${file}: no answer from ${url.host} (${why}); is the network there, and does that host allow other pages to read it?`);
+    return new NetworkError(
+      `${file}: no answer from ${url.host} (${why}); is the network there, and does that host allow other pages to read it?`,
+    );
   };
   const response = await fetch(url, { signal, cache: 'no-cache' }).catch((error) => {
     throw lost(error);
@@ -138,7 +150,9 @@ async function download(url, file, most, signal, onBytes) {
 
 /** @param {string} file */
 function missing(file) {
-  return file === MANIFEST_FILE ? `bundle: there is no ${MANIFEST_FILE}; expected the address of a folder that \`caracal export\` wrote` : `bundle: ${file} is missing; copy the bundle again or export it again`;
+  return file === MANIFEST_FILE
+    ? `bundle: there is no ${MANIFEST_FILE}; expected the address of a folder that \`caracal export\` wrote`
+    : `bundle: ${file} is missing; copy the bundle again or export it again`;
 }
 
 /**

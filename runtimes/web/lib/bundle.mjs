@@ -47,7 +47,9 @@ export class Bundle {
    */
   static async open(source, { signal, checkHashes = true } = {}) {
     if (checkHashes && !globalThis.crypto?.subtle) {
-      throw new InputError('this page has no way to compare the files with their hashes; open it by https, or as http://localhost');
+      throw new InputError(
+        'this page has no way to compare the files with their hashes; open it by https, or as http://localhost',
+      );
     }
     const bytes = await source.read(MANIFEST_FILE, { most: MOST_MANIFEST, signal });
     let text;
@@ -71,7 +73,10 @@ export class Bundle {
 
   /** Whether all that is read so far came from a copy that was kept. */
   get cached() {
-    return this.cachedBytes > 0 && this.cachedBytes === [...this.files.keys()].reduce((sum, name) => sum + this.manifest.files[name].bytes, 0);
+    return (
+      this.cachedBytes > 0 &&
+      this.cachedBytes === [...this.files.keys()].reduce((sum, name) => sum + this.manifest.files[name].bytes, 0)
+    );
   }
 
   /**
@@ -143,7 +148,9 @@ export class Bundle {
     });
     checkCancelled(signal);
     if (bytes.byteLength !== entry.bytes) {
-      throw new BundleError(`${name} has ${bytes.byteLength} bytes, the manifest says ${entry.bytes}; copy the bundle again or export it again`);
+      throw new BundleError(
+        `${name} has ${bytes.byteLength} bytes, the manifest says ${entry.bytes}; copy the bundle again or export it again`,
+      );
     }
     if (this.checked) {
       const found = await sha256(bytes);

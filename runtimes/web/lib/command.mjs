@@ -42,14 +42,18 @@ export async function main(name, usage, options, run) {
       process.stdout.write(`${usage}\n`);
       return;
     }
-    if (positionals.length !== 1) throw new InputError(`expected one bundle, found ${positionals.length} arguments; --help has the options`);
-    if (!['text', 'json'].includes(String(values.format))) throw new InputError(`--format must be text or json, found ${JSON.stringify(values.format)}`);
+    if (positionals.length !== 1)
+      throw new InputError(`expected one bundle, found ${positionals.length} arguments; --help has the options`);
+    if (!['text', 'json'].includes(String(values.format)))
+      throw new InputError(`--format must be text or json, found ${JSON.stringify(values.format)}`);
     process.exitCode = await run(values, positionals[0]);
   } catch (error) {
     if (debug) console.error(error);
     const known = error instanceof CaracalError;
     const said = error instanceof Error ? error.message : String(error);
-    const message = known ? said : `unexpected ${/** @type {Error} */ (error).name ?? 'error'}: ${said}; run again with --debug and report it`;
+    const message = known
+      ? said
+      : `unexpected ${/** @type {Error} */ (error).name ?? 'error'}: ${said}; run again with --debug and report it`;
     process.stderr.write(`${name}: ${message.replace(/\s+/g, ' ').replace(/[\p{Cc}\p{Cf}\p{Cs}]/gu, '?')}\n`);
     process.exitCode = known ? error.exitCode : 3;
   }
@@ -63,7 +67,8 @@ export async function main(name, usage, options, run) {
  * @param {string} text
  */
 export function integer(flag, text) {
-  if (!/^\d{1,15}$/.test(text)) throw new InputError(`${flag} must be an integer of at least 0, found ${JSON.stringify(text.slice(0, 40))}`);
+  if (!/^\d{1,15}$/.test(text))
+    throw new InputError(`${flag} must be an integer of at least 0, found ${JSON.stringify(text.slice(0, 40))}`);
   return Number(text);
 }
 
@@ -73,7 +78,8 @@ export function integer(flag, text) {
  */
 export function real(flag, text) {
   const value = text.trim() === '' ? NaN : Number(text);
-  if (!Number.isFinite(value)) throw new InputError(`${flag} must be a number, found ${JSON.stringify(text.slice(0, 40))}`);
+  if (!Number.isFinite(value))
+    throw new InputError(`${flag} must be a number, found ${JSON.stringify(text.slice(0, 40))}`);
   return value;
 }
 
@@ -83,7 +89,8 @@ export function epOptions(given) {
   const found = {};
   for (const item of given) {
     const at = item.indexOf('=');
-    if (at < 1) throw new InputError(`--ep-option must look like KEY=VALUE, found ${JSON.stringify(item.slice(0, 40))}`);
+    if (at < 1)
+      throw new InputError(`--ep-option must look like KEY=VALUE, found ${JSON.stringify(item.slice(0, 40))}`);
     found[item.slice(0, at)] = item.slice(at + 1);
   }
   return found;
@@ -107,7 +114,9 @@ export async function writeWhole(file, text) {
     await rename(beside, file);
   } catch (error) {
     await rm(beside, { force: true });
-    throw new InputError(`--json: ${file} cannot be written (${/** @type {NodeJS.ErrnoException} */ (error).code}); give another file`);
+    throw new InputError(
+      `--json: ${file} cannot be written (${/** @type {NodeJS.ErrnoException} */ (error).code}); give another file`,
+    );
   }
 }
 
@@ -120,7 +129,9 @@ export async function checkWritable(file) {
   try {
     await (await open(beside, 'wx')).close();
   } catch (error) {
-    throw new InputError(`--json: ${file} cannot be written (${/** @type {NodeJS.ErrnoException} */ (error).code}); give another file`);
+    throw new InputError(
+      `--json: ${file} cannot be written (${/** @type {NodeJS.ErrnoException} */ (error).code}); give another file`,
+    );
   } finally {
     await rm(beside, { force: true });
   }

@@ -24,8 +24,8 @@ export class DecodeGraphs {
   /**
    * @param {Manifest} manifest
    * @param {(graph: string) => Promise<Session>} openSession loads one of the graphs; called when it is first needed
-   * @param {{resident: boolean, memory: (graph: string) => import('./limits.mjs').Memory}} device `resident`: its sessions keep the decode
-   *   state in the memory in which they compute
+   * @param {{resident: boolean, memory: () => import('./limits.mjs').Memory}} device `resident`: its sessions keep the decode state in the memory
+   *   in which they compute
    */
   constructor(manifest, openSession, device) {
     this.spec = manifest.model;
@@ -72,13 +72,12 @@ export class DecodeGraphs {
 
   /**
    * Refuses a pass that cannot be right or cannot fit.
-   * @param {string} graph
    * @param {number} batch
    * @param {number} length
    * @param {number} positions
    */
-  check(graph, batch, length, positions) {
-    checkPass(this.spec, batch, length, positions, this.mixing, this.lengths, this.device.memory(graph));
+  check(batch, length, positions) {
+    checkPass(this.spec, batch, length, positions, this.mixing, this.lengths, this.device.memory());
   }
 
   /**
@@ -89,7 +88,7 @@ export class DecodeGraphs {
    * @returns {Promise<Float32Array>} [B, P, V]
    */
   async logits(rows, positions, length = Math.max(...rows.map((row) => row.length))) {
-    this.check('forward', rows.length, length, positions[0].length);
+    this.check(rows.length, length, positions[0].length);
     const session = await this.session('forward');
     const { logits } = await session.run(this.#reading(rows, positions, length), ['logits']);
     return float32(logits);
@@ -102,9 +101,18 @@ export class DecodeGraphs {
    */
   async forward(rows) {
     const length = Math.max(...rows.map((row) => row.length));
-    this.check('forward', rows.length, length, 1);
-    const feeds = this.#reading(rows, rows.map((row) => [row.length - 1]), length);
-    return this.#read('forward', feeds, rows.map((row) => row.length), length);
+    this.check(rows.length, length, 1);
+    const feeds = this.#reading(
+      rows,
+      rows.map((row) => [row.length - 1]),
+      length,
+    );
+    return this.#read(
+      'forward',
+      feeds,
+      rows.map((row) => row.length),
+      length,
+    );
   }
 
   /**
@@ -117,7 +125,7 @@ export class DecodeGraphs {
    * @returns {Promise<Read>}
    */
   async extend(tokens, length, start, history, carried) {
-    this.check('extend', 1, length, 1);
+    this.check(1, length, 1);
     const { hiddenSize: width, convKernel, slidingWindow } = this.spec;
     const long = inside(this.lengths, length);
     const feeds = this.#reading([tokens], [[tokens.length - 1]], length);
@@ -166,7 +174,10 @@ export class DecodeGraphs {
     rows.forEach((row, index) => row.forEach((id, at) => (ids[index * long + at] = BigInt(id))));
     return {
       input_ids: { data: ids, dims: [rows.length, long] },
-      lengths: int64(rows.map((row) => row.length), [rows.length]),
+      lengths: int64(
+        rows.map((row) => row.length),
+        [rows.length],
+      ),
       logit_positions: int64(positions.flat(), [rows.length, positions[0].length]),
     };
   }
@@ -186,8 +197,12 @@ export class DecodeGraphs {
     names.push(...this.swa.flatMap((layer) => [`present.${layer}.keys`, `present.${layer}.values`]));
     const session = await this.session(graph);
     const found = await session.run(feeds, ['logits', ...names]);
-    const part = (/** @type {string} */ name, /** @type {number} */ row, /** @type {number} */ size, /** @type {number} */ used) =>
-      float32(found[name]).subarray(row * size, row * size + used);
+    const part = (
+      /** @type {string} */ name,
+      /** @type {number} */ row,
+      /** @type {number} */ size,
+      /** @type {number} */ used,
+    ) => float32(found[name]).subarray(row * size, row * size + used);
     return counts.map((count, row) => ({
       logits: part('logits', row, vocabSize, vocabSize),
       streams: this.mhf.map((layer) => [
@@ -201,8 +216,12 @@ export class DecodeGraphs {
           const size = (convKernel - 1) * width;
           return size ? part(`present.${layer}.conv`, row, size, size).slice() : new Float32Array(0);
         }),
-        keys: this.swa.map((layer) => part(`present.${layer}.keys`, row, slidingWindow * width, slidingWindow * width).slice()),
-        values: this.swa.map((layer) => part(`present.${layer}.values`, row, slidingWindow * width, slidingWindow * width).slice()),
+        keys: this.swa.map((layer) =>
+          part(`present.${layer}.keys`, row, slidingWindow * width, slidingWindow * width).slice(),
+        ),
+        values: this.swa.map((layer) =>
+          part(`present.${layer}.values`, row, slidingWindow * width, slidingWindow * width).slice(),
+        ),
       },
     }));
   }

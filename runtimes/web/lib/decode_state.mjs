@@ -30,12 +30,17 @@ export class Row {
   /** @param {DecodeGraphs} graphs */
   constructor(graphs) {
     const { hiddenSize, convKernel, slidingWindow } = graphs.spec;
-    const zeros = (/** @type {number[]} */ layers, /** @type {number} */ rows) => layers.map(() => new Float32Array(rows * hiddenSize));
+    const zeros = (/** @type {number[]} */ layers, /** @type {number} */ rows) =>
+      layers.map(() => new Float32Array(rows * hiddenSize));
     /** @type {number[]} */
     this.ids = [];
     this.schedule = new Schedule(graphs.lags);
     this.history = new History(graphs.mhf.length, hiddenSize);
-    this.queue = new ProductQueue(this.history, graphs.convolve, Math.max(LEAST_WORK, WORK_PER_WEIGHT * graphs.parameters));
+    this.queue = new ProductQueue(
+      this.history,
+      graphs.convolve,
+      Math.max(LEAST_WORK, WORK_PER_WEIGHT * graphs.parameters),
+    );
     /** @type {import('./decode_graphs.mjs').Carried} */
     this.carried = {
       conv: zeros(graphs.mhf, convKernel - 1),
@@ -132,8 +137,9 @@ export async function extend(graphs, row, tokens, options = {}) {
     Object.assign(row, fresh.rows[0]);
     return fresh.logits[0];
   }
+  /** @type {Float32Array} */
   let logits = new Float32Array(0);
-  for (let done = 0; done < tokens.length; ) {
+  for (let done = 0; done < tokens.length;) {
     checkCancelled(options.signal);
     // A chunk may not be longer than what is known, and ends at a multiple of its length where later ones begin.
     const longest = Math.min(size, 2 ** Math.floor(Math.log2(row.known)));

@@ -54,7 +54,10 @@ export class Decoder {
       if (!this.batch || this.members.length !== rows.length || this.members.some((row, at) => row !== rows[at])) {
         await this.#rest();
         const kind = this.graphs.device.resident ? ResidentBatch : StepBatch;
-        this.batch = new kind(this.graphs, rows.map((row) => this.rows[row]));
+        this.batch = new kind(
+          this.graphs,
+          rows.map((row) => this.rows[row]),
+        );
         this.members = [...rows];
       }
       const logits = await this.batch.step(tokens);
@@ -89,7 +92,10 @@ export class Decoder {
    * @returns {Promise<T>}
    */
   async #atOnce(work) {
-    if (!this.whole) throw new NotRunError('decoding was interrupted or failed in the middle of a token, so its state is not whole; start again');
+    if (!this.whole)
+      throw new NotRunError(
+        'decoding was interrupted or failed in the middle of a token, so its state is not whole; start again',
+      );
     this.whole = false;
     const result = await work();
     this.whole = true;

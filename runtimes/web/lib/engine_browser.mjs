@@ -16,7 +16,8 @@ const WASM_BYTES = 2 ** 32;
  * @throws {NotRunError} there is no adapter, or the files do not load
  */
 export async function browserEngine(ep, { threads = 1, base }) {
-  if (ep !== 'wasm' && ep !== 'webgpu') throw new InputError(`provider: expected wasm or webgpu, found ${JSON.stringify(ep)}`);
+  if (ep !== 'wasm' && ep !== 'webgpu')
+    throw new InputError(`provider: expected wasm or webgpu, found ${JSON.stringify(ep)}`);
   const used = globalThis.crossOriginIsolated ? threads : 1;
   if (ep === 'webgpu') listen();
   const file = ep === 'wasm' ? 'ort.wasm.bundle.min.mjs' : 'ort.webgpu.bundle.min.mjs';
@@ -33,7 +34,10 @@ export async function browserEngine(ep, { threads = 1, base }) {
   ort.env.logLevel = 'fatal'; // errors come as exceptions; the log would repeat them
   const gpu = ep === 'webgpu' ? await adapter() : null;
   const own = ep === 'wasm' ? 'CPUExecutionProvider' : 'WebGpuExecutionProvider';
-  const agent = /** @type {any} */ (navigator).userAgentData?.brands?.map((/** @type {any} */ b) => `${b.brand} ${b.version}`).join(', ') ?? navigator.userAgent;
+  const agent =
+    /** @type {any} */ (navigator).userAgentData?.brands
+      ?.map((/** @type {any} */ b) => `${b.brand} ${b.version}`)
+      .join(', ') ?? navigator.userAgent;
   return {
     ort,
     ep,
@@ -44,10 +48,13 @@ export async function browserEngine(ep, { threads = 1, base }) {
     adapter: gpu?.name ?? null,
     settings: {},
     versions: { 'onnxruntime-web': ort.env.versions?.web ?? ort.env.versions?.common ?? 'unknown' },
-    machine: { os: navigator.platform, processor: gpu?.name ?? `${navigator.hardwareConcurrency} logical cores`, browser: agent },
+    machine: {
+      os: navigator.platform,
+      processor: gpu?.name ?? `${navigator.hardwareConcurrency} logical cores`,
+      browser: agent,
+    },
     bytes: WASM_BYTES,
     bufferBytes: gpu?.bufferBytes,
-    keep: undefined,
     async open(bundle, graph) {
       const { file: name, outputs } = bundle.manifest.graphs[graph];
       const bytes = await bundle.read(name);
@@ -55,7 +62,8 @@ export async function browserEngine(ep, { threads = 1, base }) {
       const externalData = await Promise.all(reads.map(async (path) => ({ path, data: await bundle.read(path) })));
       /** @type {Record<string, any>} */
       const places = {};
-      if (graph === 'step_resident') for (const output of outputs) places[output.name] = TO_HOST.includes(output.name) ? 'cpu' : 'gpu-buffer';
+      if (graph === 'step_resident')
+        for (const output of outputs) places[output.name] = TO_HOST.includes(output.name) ? 'cpu' : 'gpu-buffer';
       const options = {
         executionProviders: [ep],
         externalData,
@@ -66,7 +74,9 @@ export async function browserEngine(ep, { threads = 1, base }) {
         let placement = null;
         if (ep === 'webgpu') {
           // Only a session that logs everything tells where nodes run, and it would go on to do so with every run: so one of its own.
-          const { result, log } = await listening(() => ort.InferenceSession.create(bytes, { ...options, logSeverityLevel: 0 }));
+          const { result, log } = await listening(() =>
+            ort.InferenceSession.create(bytes, { ...options, logSeverityLevel: 0 }),
+          );
           await result.release();
           placement = sortNodes(name, readGraph(bytes, name), fromLog(log), own);
         }
@@ -85,9 +95,13 @@ async function adapter() {
   /** @type {any} */
   const gpu = /** @type {any} */ (navigator).gpu;
   const found = await gpu?.requestAdapter?.({ powerPreference: 'high-performance' });
-  if (!found) throw new NotRunError('WebGPU has no adapter here: the browser is too old, has it turned off, or has no driver for this GPU; use wasm');
+  if (!found)
+    throw new NotRunError(
+      'WebGPU has no adapter here: the browser is too old, has it turned off, or has no driver for this GPU; use wasm',
+    );
   const { vendor, architecture, device, description } = found.info ?? {};
-  const name = [description, vendor, architecture, device].filter(Boolean).join(' ') || 'an adapter that does not tell its name';
+  const name =
+    [description, vendor, architecture, device].filter(Boolean).join(' ') || 'an adapter that does not tell its name';
   return { name, bufferBytes: Math.min(found.limits.maxBufferSize, found.limits.maxStorageBufferBindingSize) };
 }
 
@@ -101,7 +115,8 @@ let heard = null;
 function listen() {
   for (const kind of /** @type {const} */ (['log', 'info', 'warn', 'error', 'debug'])) {
     const before = console[kind].bind(console);
-    console[kind] = (/** @type {unknown[]} */ ...parts) => (heard ? void heard.push(parts.join(' ')) : before(...parts));
+    console[kind] = (/** @type {unknown[]} */ ...parts) =>
+      heard ? void heard.push(parts.join(' ')) : before(...parts);
   }
 }
 

@@ -36,8 +36,12 @@ const require = createRequire(import.meta.url);
 export async function nodeEngine(name, { threads = 0, options = {} } = {}) {
   const asked = name.trim().toLowerCase();
   const ep = ALIASES[asked] ?? asked;
-  if (!Object.hasOwn(PROVIDERS, ep)) throw new InputError(`--ep: expected one of ${Object.keys(PROVIDERS).join(', ')}, found ${JSON.stringify(name.slice(0, 40))}`);
-  if (!Number.isInteger(threads) || threads < 0 || threads > 1024) throw new InputError(`--threads must be an integer from 0 to 1024, found ${threads}`);
+  if (!Object.hasOwn(PROVIDERS, ep))
+    throw new InputError(
+      `--ep: expected one of ${Object.keys(PROVIDERS).join(', ')}, found ${JSON.stringify(name.slice(0, 40))}`,
+    );
+  if (!Number.isInteger(threads) || threads < 0 || threads > 1024)
+    throw new InputError(`--threads must be an integer from 0 to 1024, found ${threads}`);
   const provider = PROVIDERS[ep];
   const wasm = ep === 'wasm';
   const packageName = wasm ? 'onnxruntime-web' : 'onnxruntime-node';
@@ -69,12 +73,17 @@ export async function nodeEngine(name, { threads = 0, options = {} } = {}) {
     }, // prettier-ignore
     bytes: wasm ? 2 ** 32 : undefined,
     bufferBytes: undefined,
-    keep: undefined,
     async open(bundle, graph) {
       const { file } = bundle.manifest.graphs[graph];
       const create = async (/** @type {object} */ more) => {
         const location = wasm ? undefined : bundle.source.path?.(file);
-        const external = location ? {} : { externalData: await Promise.all(bundle.manifest.weights.map(async (name) => ({ path: name, data: await bundle.read(name) }))) };
+        const external = location
+          ? {}
+          : {
+              externalData: await Promise.all(
+                bundle.manifest.weights.map(async (name) => ({ path: name, data: await bundle.read(name) })),
+              ),
+            };
         const all = { ...base, ...external, ...more };
         return ort.InferenceSession.create(/** @type {any} */ (location ?? (await bundle.read(file))), all);
       };
@@ -93,7 +102,9 @@ async function load(name) {
   try {
     return require(name);
   } catch (error) {
-    throw new NotRunError(`the package ${name} is not installed or does not load (${firstLine(error)}); run \`npm ci\` in the folder of this program`);
+    throw new NotRunError(
+      `the package ${name} is not installed or does not load (${firstLine(error)}); run \`npm ci\` in the folder of this program`,
+    );
   }
 }
 
@@ -112,7 +123,8 @@ async function versionOf(name) {
  */
 function checkListed(ort, ep) {
   const listed = (ort.listSupportedBackends?.() ?? []).map((/** @type {{name: string}} */ { name }) => name);
-  if (listed.length && !listed.includes(ep)) throw new NotRunError(`this build of onnxruntime-node has no ${ep}; it has ${listed.join(', ')}`);
+  if (listed.length && !listed.includes(ep))
+    throw new NotRunError(`this build of onnxruntime-node has no ${ep}; it has ${listed.join(', ')}`);
 }
 
 /**
@@ -133,11 +145,18 @@ async function measured(ort, bundle, graph, own, create) {
     const dims = shape.map((size) => (typeof size === 'number' ? size : 1));
     const size = dims.reduce((a, b) => a * b, 1);
     const ones = name === 'lengths' || name === 'starts';
-    feeds[name] = new ort.Tensor(dtype, dtype === 'int64' ? new BigInt64Array(size).fill(ones ? 1n : 0n) : new Float32Array(size), dims);
+    feeds[name] = new ort.Tensor(
+      dtype,
+      dtype === 'int64' ? new BigInt64Array(size).fill(ones ? 1n : 0n) : new Float32Array(size),
+      dims,
+    );
   }
   let profile;
   try {
-    await session.run(feeds, outputs.map(({ name }) => name));
+    await session.run(
+      feeds,
+      outputs.map(({ name }) => name),
+    );
     session.endProfiling();
   } finally {
     await session.release();
@@ -148,6 +167,7 @@ async function measured(ort, bundle, graph, own, create) {
       await rm(path.join(os.tmpdir(), name));
     }
   }
-  if (profile === undefined) throw new NotRunError('the runtime wrote no profile, so it cannot be told where nodes ran');
+  if (profile === undefined)
+    throw new NotRunError('the runtime wrote no profile, so it cannot be told where nodes ran');
   return sortNodes(file, readGraph(await bundle.read(file), file), fromProfile(profile), own);
 }

@@ -79,5 +79,8 @@ export function shown(value, most = 60) {
     text = undefined;
   }
   text ??= String(value);
-  return [...text].slice(0, most).join('').replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
+  return [...text]
+    .slice(0, most)
+    .join('')
+    .replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (c) => `\\u{${c.codePointAt(0)?.toString(16)}}`);
 }

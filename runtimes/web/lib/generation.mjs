@@ -27,7 +27,8 @@ import { StopMatcher, TextStream } from './text.mjs';
 export async function generate(graphs, codec, prompts, options = {}) {
   const { spec } = graphs;
   const { maxNewTokens = 128, stop = [], signal } = options;
-  if (!Number.isInteger(maxNewTokens) || maxNewTokens < 1) throw new InputError(`--max-new-tokens must be an integer of at least 1, found ${shown(maxNewTokens)}`);
+  if (!Number.isInteger(maxNewTokens) || maxNewTokens < 1)
+    throw new InputError(`--max-new-tokens must be an integer of at least 1, found ${shown(maxNewTokens)}`);
   const sampling = samplingOptions(options, spec.vocabSize);
   const stopIds = options.stopIds ?? (spec.eosTokenId === null ? [] : [spec.eosTokenId]);
   if (stopIds.length) checkIds('stop_ids', stopIds, spec.vocabSize);
@@ -80,7 +81,11 @@ export async function generate(graphs, codec, prompts, options = {}) {
         if (!state.stoppedBy) going.push(row);
       }
       active = going;
-      if (active.length) logits = await decoder.step(active, active.map((row) => rows[row].ids[rows[row].ids.length - 1]));
+      if (active.length)
+        logits = await decoder.step(
+          active,
+          active.map((row) => rows[row].ids[rows[row].ids.length - 1]),
+        );
     }
   } finally {
     if (decoder.whole) await decoder.release();
@@ -106,7 +111,8 @@ function encode(prompt, codec, vocabSize) {
     if (!codec) throw new InputError('prompt: a text needs a tokenizer, this bundle has none; pass token ids instead');
     prompt = codec.encode(prompt);
   }
-  if (!Array.isArray(prompt) || !prompt.length) throw new InputError('prompt: expected at least one token id, found none');
+  if (!Array.isArray(prompt) || !prompt.length)
+    throw new InputError('prompt: expected at least one token id, found none');
   checkIds('prompt', prompt, vocabSize);
   return prompt;
 }

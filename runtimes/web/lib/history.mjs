@@ -29,7 +29,7 @@ export class History {
    */
   append(count, rows) {
     const width = this.channels;
-    for (let done = 0; done < count; ) {
+    for (let done = 0; done < count;) {
       const segment = Math.floor(this.known / SEGMENT);
       const at = this.known % SEGMENT;
       if (segment === this.segments.length) this.segments.push(new Float32Array(this.layers * 2 * SEGMENT * width));
@@ -104,7 +104,7 @@ export class History {
   copyPending(layer, start, count, out) {
     const width = this.channels;
     out.fill(0);
-    for (let done = 0; done < count; ) {
+    for (let done = 0; done < count;) {
       const at = (start + done) % SEGMENT;
       const take = Math.min(SEGMENT - at, count - done);
       const stored = this.owed.get(Math.floor((start + done) / SEGMENT));

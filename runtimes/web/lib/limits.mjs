@@ -71,7 +71,10 @@ export function forwardBytes(spec, batch, length, positions, mixing, lengths) {
   const sizes = largestTensors(spec, batch, length, positions, mixing, lengths);
   const residual = (6 + 4 * spec.mhf.length) * batch * inside(lengths, length) * spec.hiddenSize;
   const transform = 4 * sizes['spectra [B, 4L, D]'] + 2 * sizes['transform tables'];
-  const rest = 3 * sizes['attention scores [B, H, L, 1.5 W]'] + 4 * sizes['feed-forward [B, L, F]'] + 2 * sizes['logits [B, P, V]'];
+  const rest =
+    3 * sizes['attention scores [B, H, L, 1.5 W]'] +
+    4 * sizes['feed-forward [B, L, F]'] +
+    2 * sizes['logits [B, P, V]'];
   return FLOAT * (residual + transform + rest);
 }
 
@@ -93,11 +96,14 @@ export function checkPass(spec, batch, length, positions, mixing, lengths, memor
         `${length}; generation reads longer texts in pieces by itself`,
     );
   }
-  if (length > MAX_CONTEXT) throw new LimitError(`context too long: ${length} tokens, at most ${MAX_CONTEXT} are supported`);
+  if (length > MAX_CONTEXT)
+    throw new LimitError(`context too long: ${length} tokens, at most ${MAX_CONTEXT} are supported`);
   const what = `${batch} row(s) of ${length} tokens`;
   for (const [name, elements] of Object.entries(largestTensors(spec, batch, length, positions, mixing, lengths))) {
     if (elements > MAX_ELEMENTS) {
-      throw new LimitError(`input too large: ${what} need ${name} with ${elements} elements, at most ${MAX_ELEMENTS} are computed correctly; use a shorter text`);
+      throw new LimitError(
+        `input too large: ${what} need ${name} with ${elements} elements, at most ${MAX_ELEMENTS} are computed correctly; use a shorter text`,
+      );
     }
     if (memory.bufferBytes !== undefined && FLOAT * elements > memory.bufferBytes) {
       throw new LimitError(
@@ -125,7 +131,8 @@ export function checkIds(name, ids, vocabSize) {
   let none = true;
   for (const id of ids) {
     none = false;
-    if (!Number.isInteger(id) || id < 0 || id >= vocabSize) throw new InputError(`${name}: ids must be from 0 to ${vocabSize - 1}, found ${id}`);
+    if (!Number.isInteger(id) || id < 0 || id >= vocabSize)
+      throw new InputError(`${name}: ids must be from 0 to ${vocabSize - 1}, found ${id}`);
   }
   if (none) throw new InputError(`${name}: expected at least one token, found none`);
 }

@@ -31,7 +31,7 @@ const SHA256 = /^[0-9a-f]{64}$/;
  * @typedef {{vocabSize: number, hiddenSize: number, numLayers: number, numHeads: number, intermediateSize: number, slidingWindow: number,
  *   convKernel: number, bosTokenId: number | null, eosTokenId: number | null, layerTypes: string[], mhf: number[], swa: number[]}} ModelSpec
  * @typedef {{precision: string, graphs: Record<string, GraphSpec>, weights: string[], golden: Golden, files: Record<string, FileEntry>,
- *   tokenizer: string | null, parameters: number | null, maxLength: number | null, staticLength: boolean, model: ModelSpec}} Manifest
+ *   tokenizer: string | null, sourceName: string | null, parameters: number | null, maxLength: number | null, staticLength: boolean, model: ModelSpec}} Manifest
  */
 
 /**
@@ -45,14 +45,18 @@ export function parseManifest(text) {
   try {
     data = parseStrict(text);
   } catch (error) {
-    throw new BundleError(`manifest.json is not valid JSON (${shown(/** @type {Error} */ (error).message, 120)}); ${AGAIN}`);
+    throw new BundleError(
+      `manifest.json is not valid JSON (${shown(/** @type {Error} */ (error).message, 120)}); ${AGAIN}`,
+    );
   }
   const top = new Reader(data, 'manifest');
   if (top.string('format') !== FORMAT) throw top.wrong('format', `"${FORMAT}"`);
   const version = top.size('format_version');
   if (version !== VERSION && version !== BOUNDED_VERSION) {
     const remedy = version > BOUNDED_VERSION ? 'update this program' : AGAIN;
-    throw new BundleError(`manifest.format_version ${version} is not one this version reads (${VERSION}, ${BOUNDED_VERSION}); ${remedy}`);
+    throw new BundleError(
+      `manifest.format_version ${version} is not one this version reads (${VERSION}, ${BOUNDED_VERSION}); ${remedy}`,
+    );
   }
   /** @type {Record<string, FileEntry>} */
   const files = Object.create(null);
@@ -68,7 +72,9 @@ export function parseManifest(text) {
   if (!PRECISIONS.includes(precision)) throw top.wrong('precision', `one of ${PRECISIONS.join(', ')}`);
   const quantization = top.there('quantization') ? top.child('quantization') : null;
   if ((precision === 'float32') !== (quantization === null)) {
-    throw new BundleError(`manifest.quantization must be there for every precision but float32, and precision is ${precision}`);
+    throw new BundleError(
+      `manifest.quantization must be there for every precision but float32, and precision is ${precision}`,
+    );
   }
   const maxLength = top.there('max_length') ? top.size('max_length', 2) : null;
   const staticLength = 'static_length' in top.data && top.boolean('static_length');
@@ -77,8 +83,10 @@ export function parseManifest(text) {
       `manifest.max_length must be there if and only if format_version is ${BOUNDED_VERSION}, found ${maxLength} with ${version}; ${AGAIN}`,
     );
   }
-  if (staticLength && maxLength === null) throw new BundleError(`manifest.static_length is true without a max_length; ${AGAIN}`);
-  for (const key of ['producer', 'source']) top.child(key);
+  if (staticLength && maxLength === null)
+    throw new BundleError(`manifest.static_length is true without a max_length; ${AGAIN}`);
+  top.child('producer');
+  const source = top.child('source').data.name;
   const manifest = {
     precision,
     graphs,
@@ -86,6 +94,7 @@ export function parseManifest(text) {
     golden: parseGolden(top.child('golden')),
     files,
     tokenizer: top.there('tokenizer') ? top.file('tokenizer') : null,
+    sourceName: typeof source === 'string' && source ? source : null,
     parameters: quantization ? quantization.size('parameters', 1) : null,
     maxLength,
     staticLength,
@@ -94,7 +103,8 @@ export function parseManifest(text) {
   const needed = [...manifest.weights, manifest.golden.file, ...Object.values(graphs).map((graph) => graph.file)];
   if (manifest.tokenizer !== null) needed.push(manifest.tokenizer);
   for (const name of needed) {
-    if (!(name in files)) throw new BundleError(`manifest.files has no entry for ${shown(name)}, which the manifest refers to`);
+    if (!(name in files))
+      throw new BundleError(`manifest.files has no entry for ${shown(name)}, which the manifest refers to`);
   }
   return manifest;
 }
@@ -107,11 +117,14 @@ export function parseManifest(text) {
  */
 export function safeName(name, where) {
   if (typeof name !== 'string' || name === '' || [...name].length > MOST_NAME) {
-    throw new BundleError(`${where}: expected a file name of at most ${MOST_NAME} characters, found ${shown(name, 200)}`);
+    throw new BundleError(
+      `${where}: expected a file name of at most ${MOST_NAME} characters, found ${shown(name, 200)}`,
+    );
   }
   for (const part of name.split('/')) {
     let why = '';
-    if (part === '' || part === '.' || part === '..' || part.includes('\\')) why = 'is not a plain path inside the bundle';
+    if (part === '' || part === '.' || part === '..' || part.includes('\\'))
+      why = 'is not a plain path inside the bundle';
     else if (DEVICE.test(part)) why = 'names a device on Windows';
     else if (/[. ]$/u.test(part)) why = 'ends in a dot or a blank, which Windows drops';
     else if (UNSEEN.test(part)) why = 'has a control or invisible character';
@@ -135,7 +148,9 @@ function checkApart(names) {
   for (const name of names) {
     const key = folded(name);
     if (taken.has(key)) {
-      throw new BundleError(`manifest.files: ${shown(name)} and ${shown(taken.get(key))} are the same file on some systems; refused`);
+      throw new BundleError(
+        `manifest.files: ${shown(name)} and ${shown(taken.get(key))} are the same file on some systems; refused`,
+      );
     }
     taken.set(key, name);
   }
@@ -230,7 +245,8 @@ class Reader {
   files(key) {
     const names = this.list(key).map((name, index) => safeName(name, `${this.where}.${key}[${index}]`));
     if (!names.length) throw new BundleError(`${this.where}.${key} must name at least one file, found none`);
-    if (new Set(names).size !== names.length) throw new BundleError(`${this.where}.${key}: a file is named twice; ${AGAIN}`);
+    if (new Set(names).size !== names.length)
+      throw new BundleError(`${this.where}.${key}: a file is named twice; ${AGAIN}`);
     return names;
   }
 
@@ -245,7 +261,10 @@ class Reader {
    */
   children(key) {
     const child = this.child(key);
-    return Object.entries(child.data).map(([name, value]) => [name, new Reader(value, `${child.where}.${shown(name)}`)]);
+    return Object.entries(child.data).map(([name, value]) => [
+      name,
+      new Reader(value, `${child.where}.${shown(name)}`),
+    ]);
   }
 
   /** @param {string} key */
@@ -279,7 +298,8 @@ function parseTensor(entry) {
   if (!DTYPES.includes(dtype)) throw entry.wrong('dtype', `one of ${DTYPES.join(', ')}`);
   const shape = entry.list('shape');
   for (const size of shape) {
-    if (typeof size !== 'string' && !(Number.isSafeInteger(size) && size >= 0)) throw entry.wrong('shape', 'sizes and axis names');
+    if (typeof size !== 'string' && !(Number.isSafeInteger(size) && size >= 0))
+      throw entry.wrong('shape', 'sizes and axis names');
   }
   return { name: entry.string('name'), dtype, shape };
 }
@@ -290,7 +310,8 @@ function parseTensor(entry) {
  */
 function parseGolden(entry) {
   const rounding = entry.there('rounding') ? entry.data.rounding : 0;
-  if (typeof rounding !== 'number' || !(rounding >= 0 && rounding <= 1)) throw entry.wrong('rounding', 'a number from 0 to 1');
+  if (typeof rounding !== 'number' || !(rounding >= 0 && rounding <= 1))
+    throw entry.wrong('rounding', 'a number from 0 to 1');
   const text = entry.there('text') ? entry.child('text') : null;
   return {
     file: entry.file('file'),

@@ -21,7 +21,8 @@
  */
 export function compareLogits(got, ref, dims, limit, wholeVocabulary) {
   const elements = dims.reduce((a, b) => a * b, 1);
-  if (got.length !== elements || ref.length !== elements) throw new RangeError(`expected ${elements} logits, found ${got.length}`);
+  if (got.length !== elements || ref.length !== elements)
+    throw new RangeError(`expected ${elements} logits, found ${got.length}`);
   const columns = dims[dims.length - 1];
   const positions = columns ? elements / columns : 0;
   const place = (/** @type {number} */ at) => {
@@ -121,14 +122,16 @@ export function failures(m, limit) {
   const found = [];
   if (m.not_finite) found.push(`${m.not_finite} of ${m.elements} values are NaN or infinite`);
   // `not <=` rather than `>`: a NaN figure is a failure.
-  if (!(m.relative_l2 <= limit.relative_l2)) found.push(`relative L2 ${scientific(m.relative_l2, 2)} > ${scientific(limit.relative_l2, 0)}`);
+  if (!(m.relative_l2 <= limit.relative_l2))
+    found.push(`relative L2 ${scientific(m.relative_l2, 2)} > ${scientific(limit.relative_l2, 0)}`);
   if (m.outliers) {
     found.push(
       `${m.outliers} of ${m.elements} values (${(100 * m.outlier_ratio).toFixed(1)}%) are beyond ${scientific(limit.atol, 0)} rms + ` +
-        `${scientific(limit.rtol, 0)} |ref|, the first at [${(m.first_outlier ?? []).join(', ')}]; ${m.needed_scale.toPrecision(3)} times that tolerance would pass`,
+        `${scientific(limit.rtol, 0)} |ref|, the first at [${(m.first_outlier ?? []).join(', ')}]; ${general(m.needed_scale)} times that tolerance would pass`,
     );
   }
-  if (m.kl_max !== null && !(m.kl_max <= limit.kl)) found.push(`KL ${scientific(m.kl_max, 2)} > ${scientific(limit.kl, 0)}`);
+  if (m.kl_max !== null && !(m.kl_max <= limit.kl))
+    found.push(`KL ${scientific(m.kl_max, 2)} > ${scientific(limit.kl, 0)}`);
   if (m.top1_disagreements) found.push(`${m.top1_disagreements} of ${m.positions} positions have another best token`);
   return found;
 }
@@ -167,4 +170,16 @@ function bestTwo(logits) {
 export function scientific(value, digits) {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? 'nan' : value > 0 ? 'inf' : '-inf';
   return value.toExponential(digits).replace(/e([+-])(\d)$/, 'e$10$2');
+}
+
+/**
+ * As C's `%.3g`.
+ * @param {number} value
+ */
+function general(value) {
+  const rounded = Number(value.toPrecision(3));
+  if (!Number.isFinite(value) || (rounded !== 0 && (Math.abs(rounded) >= 1e3 || Math.abs(rounded) < 1e-4))) {
+    return scientific(value, 2).replace(/\.?0+e/, 'e');
+  }
+  return String(rounded);
 }

@@ -22,8 +22,6 @@ import { TextCodec } from './text.mjs';
  * @property {number | undefined} bytes memory in all
  * @property {number | undefined} bufferBytes of the largest tensor
  * @property {(bundle: import('./bundle.mjs').Bundle, graph: string) => Promise<Opened>} open
- * @property {((tensor: import('./session.mjs').Plain) => import('./session.mjs').Plain | import('./session.mjs').Tensor) | undefined} keep puts an
- *   array where it computes
  *
  * @typedef {{session: import('./session.mjs').Session, placement: import('./placement.mjs').Placement | null}} Opened
  */
@@ -48,7 +46,6 @@ export class Model {
         bytes: engine.bytes === undefined ? undefined : engine.bytes - 3 * weights,
         bufferBytes: engine.bufferBytes,
       }),
-      keep: engine.keep,
     });
     /** @type {TextCodec | null | undefined} */
     this.loadedCodec = undefined;
@@ -58,9 +55,11 @@ export class Model {
   async codec() {
     if (this.loadedCodec === undefined) {
       const { tokenizer, model } = this.bundle.manifest;
-      if (tokenizer !== null && !this.options.Tokenizer) throw new NotRunError('text needs the package @huggingface/tokenizers; install it, or work with token ids');
+      if (tokenizer !== null && !this.options.Tokenizer)
+        throw new NotRunError('text needs the package @huggingface/tokenizers; install it, or work with token ids');
       const bytes = tokenizer === null ? null : await this.bundle.read(tokenizer);
-      this.loadedCodec = bytes && new TextCodec(this.options.Tokenizer, bytes, /** @type {string} */ (tokenizer), model.vocabSize);
+      this.loadedCodec =
+        bytes && new TextCodec(this.options.Tokenizer, bytes, /** @type {string} */ (tokenizer), model.vocabSize);
     }
     return this.loadedCodec;
   }
@@ -71,7 +70,10 @@ export class Model {
    * @param {import('./generation.mjs').GenerateOptions} [options]
    */
   async generate(prompts, options) {
-    const text = prompts.some((prompt) => typeof prompt === 'string') || (options?.stop?.length ?? 0) > 0 || options?.onText !== undefined;
+    const text =
+      prompts.some((prompt) => typeof prompt === 'string') ||
+      (options?.stop?.length ?? 0) > 0 ||
+      options?.onText !== undefined;
     const codec = text || this.options.Tokenizer ? await this.codec() : null;
     return generate(this.graphs, codec, prompts, options);
   }
@@ -93,7 +95,9 @@ export class Model {
       const problem = problemOf(placement);
       if (problem && !this.options.allowFallback) {
         await session.release();
-        throw new PlacementError(`asked for ${this.engine.ep}, but ${problem} (${session.name}); allow it, or use another provider`);
+        throw new PlacementError(
+          `asked for ${this.engine.ep}, but ${problem} (${session.name}); allow it, or use another provider`,
+        );
       }
     }
     return session;

@@ -19,7 +19,8 @@ export async function openFolder(folder, { checkHashes = true } = {}) {
   const kept = new Set(Object.values(bundle.manifest.graphs).map(({ file }) => file));
   for (const name of Object.keys(bundle.manifest.files)) {
     await bundle.read(name);
-    if (!kept.has(name) && name !== bundle.manifest.tokenizer && name !== bundle.manifest.golden.file) bundle.forget(name); // read again from disk where it is needed
+    if (!kept.has(name) && name !== bundle.manifest.tokenizer && name !== bundle.manifest.golden.file)
+      bundle.forget(name); // read again from disk where it is needed
   }
   return bundle;
 }
@@ -36,7 +37,9 @@ export async function openModel(bundle, engine, options = {}) {
     try {
       ({ Tokenizer } = await import('@huggingface/tokenizers'));
     } catch {
-      throw new NotRunError('text needs the package @huggingface/tokenizers; run `npm ci` in the folder of this program');
+      throw new NotRunError(
+        'text needs the package @huggingface/tokenizers; run `npm ci` in the folder of this program',
+      );
     }
   }
   return new Model(bundle, engine, { ...options, Tokenizer });

@@ -101,7 +101,8 @@ function valueInfo(bytes) {
       if (kind !== 1) continue;
       for (const [part, content] of fields(/** @type {Uint8Array} */ (tensor))) {
         if (part === 1) found.dtype = Number(content);
-        else if (part === 2) found.rank = [...fields(/** @type {Uint8Array} */ (content))].filter(([dim]) => dim === 1).length;
+        else if (part === 2)
+          found.rank = [...fields(/** @type {Uint8Array} */ (content))].filter(([dim]) => dim === 1).length;
       }
     }
   }
@@ -178,7 +179,12 @@ export function shapeOnly(graph, { wholeNumbers = false } = {}) {
   const isResult = (/** @type {Node} */ node) => node.outputs.some((name) => graph.outputs.has(name));
   graph.nodes.forEach((node, index) => {
     const looks = (node.op === 'Shape' || node.op === 'Size') && node.domain === '';
-    if (!looks && node.op !== 'Constant' && (!node.inputs.length || !node.inputs.every((name) => !name || fromSizes.has(name)))) return;
+    if (
+      !looks &&
+      node.op !== 'Constant' &&
+      (!node.inputs.length || !node.inputs.every((name) => !name || fromSizes.has(name)))
+    )
+      return;
     for (const name of node.outputs) fromSizes.add(name);
     if (!isResult(node) && node.outputs.every((name) => !name || whole(name))) found.add(index);
   });
@@ -200,7 +206,8 @@ export function shapeOnly(graph, { wholeNumbers = false } = {}) {
     if (onlySizes) found.add(index);
   }
   graph.nodes.forEach((node, index) => {
-    const takesWhole = node.inputs.length > 0 && node.inputs.every((name) => !name || WHOLE.has(types.get(name)?.dtype ?? 0));
+    const takesWhole =
+      node.inputs.length > 0 && node.inputs.every((name) => !name || WHOLE.has(types.get(name)?.dtype ?? 0));
     if (wholeNumbers && takesWhole && !isResult(node)) found.add(index);
   });
   const names = new Set([...found].map((index) => graph.nodes[index].name));
@@ -230,17 +237,25 @@ function inferTypes(graph) {
       else if (node.attributes.has('value_int')) type = { dtype: INT64, rank: 0 };
       else if (node.attributes.has('value_ints')) type = { dtype: INT64, rank: 1 };
     } else if (first && node.op === 'Cast') type = { dtype: node.attributes.get('to')?.i ?? 0, rank: first.rank };
-    else if (first && ['Add', 'Sub', 'Mul', 'Div', 'Mod', 'Min', 'Max', 'Pow'].includes(node.op)) type = { dtype: first.dtype, rank: most };
-    else if (['Equal', 'Less', 'Greater', 'LessOrEqual', 'GreaterOrEqual', 'And', 'Or'].includes(node.op)) type = { dtype: BOOL, rank: most };
+    else if (first && ['Add', 'Sub', 'Mul', 'Div', 'Mod', 'Min', 'Max', 'Pow'].includes(node.op))
+      type = { dtype: first.dtype, rank: most };
+    else if (['Equal', 'Less', 'Greater', 'LessOrEqual', 'GreaterOrEqual', 'And', 'Or'].includes(node.op))
+      type = { dtype: BOOL, rank: most };
     else if (node.op === 'Where' && inputs[1]) type = { dtype: inputs[1].dtype, rank: most };
-    else if (first && ['Neg', 'Abs', 'Clip', 'Slice', 'Identity', 'Not', 'Concat', 'Pad', 'CumSum'].includes(node.op)) type = first;
+    else if (first && ['Neg', 'Abs', 'Clip', 'Slice', 'Identity', 'Not', 'Concat', 'Pad', 'CumSum'].includes(node.op))
+      type = first;
     else if (first && node.op === 'Range') type = { dtype: first.dtype, rank: 1 };
     else if (first && node.op === 'Gather') {
-      type = { dtype: first.dtype, rank: first.rank === null || inputs[1]?.rank == null ? null : first.rank - 1 + inputs[1].rank };
+      type = {
+        dtype: first.dtype,
+        rank: first.rank === null || inputs[1]?.rank == null ? null : first.rank - 1 + inputs[1].rank,
+      };
     } else if (first && node.op === 'Unsqueeze') type = { dtype: first.dtype, rank: first.rank === 0 ? 1 : null };
-    else if (first && node.op === 'Squeeze') type = { dtype: first.dtype, rank: first.rank !== null && first.rank <= 1 ? 0 : null };
+    else if (first && node.op === 'Squeeze')
+      type = { dtype: first.dtype, rank: first.rank !== null && first.rank <= 1 ? 0 : null };
     else if (first && node.op === 'Split') type = first;
-    else if (first && node.op.startsWith('Reduce')) type = { dtype: first.dtype, rank: first.rank !== null && first.rank <= 1 ? first.rank : null };
+    else if (first && node.op.startsWith('Reduce'))
+      type = { dtype: first.dtype, rank: first.rank !== null && first.rank <= 1 ? first.rank : null };
     else if (first && node.op === 'Reshape') type = { dtype: first.dtype, rank: null };
     if (type) for (const name of node.outputs) types.set(name, type);
   }

@@ -66,7 +66,8 @@ export async function runParity(bundle, engine, options = {}) {
     row.timings.load_s = (performance.now() - began) / 1000;
     await compare(bundle, model, row, { quick, signal, progress, onResult });
     row.timings = { ...row.timings, ...(await timings(bundle, model, row)) };
-    if (!manifest.golden.cases.length) row.reason = 'the bundle has no golden forward pass to compare with; export it again';
+    if (!manifest.golden.cases.length)
+      row.reason = 'the bundle has no golden forward pass to compare with; export it again';
   } catch (error) {
     if (error instanceof CancelledError || signal?.aborted) throw new CancelledError();
     row.reason = messageOf(error);
@@ -87,9 +88,14 @@ export async function runParity(bundle, engine, options = {}) {
 async function compare(bundle, model, row, { quick, signal, progress, onResult }) {
   const { golden } = bundle.manifest;
   /** @type {[GoldenCase, string][]} */
-  let plan = [...golden.cases.map((item) => /** @type {[GoldenCase, string]} */ ([item, ''])), ...replayed(golden.cases)];
+  let plan = [
+    ...golden.cases.map((item) => /** @type {[GoldenCase, string]} */ ([item, ''])),
+    ...replayed(golden.cases),
+  ];
   if (quick) plan = plan.filter(([item, way]) => QUICK.includes(item.name) && way !== BY_CHUNKS);
-  const blocks = model.graphs.mhf.length ? [model.graphs.lags / 2, 129, LONG_BLOCK].slice(0, quick ? 1 : undefined) : [];
+  const blocks = model.graphs.mhf.length
+    ? [model.graphs.lags / 2, 129, LONG_BLOCK].slice(0, quick ? 1 : undefined)
+    : [];
   const continuations = golden.greedy.slice(0, quick ? 1 : undefined);
   const texts = golden.text && !quick ? [golden.text] : [];
   const total = plan.length + blocks.length + continuations.length + texts.length;
@@ -131,7 +137,9 @@ async function compare(bundle, model, row, { quick, signal, progress, onResult }
  * @returns {[GoldenCase, string][]}
  */
 function replayed(cases) {
-  const everywhere = new Set(cases.filter(({ name }) => name.endsWith(EVERYWHERE)).map(({ name }) => name.slice(0, -EVERYWHERE.length)));
+  const everywhere = new Set(
+    cases.filter(({ name }) => name.endsWith(EVERYWHERE)).map(({ name }) => name.slice(0, -EVERYWHERE.length)),
+  );
   const fit = cases.filter(({ name, length }) => !everywhere.has(name) && length > 3 && !name.endsWith(AT_ONCE));
   /** @type {GoldenCase | null} */
   let single = null;
@@ -158,7 +166,9 @@ async function runCase(bundle, model, item, way, limit, signal) {
     const tensors = await bundle.golden();
     const ids = tensors.tensor(`${item.name}/input_ids`, 'I64');
     if (ids.dims.length !== 2 || ids.dims[0] !== item.batch || ids.dims[1] !== item.length) {
-      throw new BundleError(`golden ${item.name}: the manifest says [${item.batch}, ${item.length}], found [${ids.dims}]`);
+      throw new BundleError(
+        `golden ${item.name}: the manifest says [${item.batch}, ${item.length}], found [${ids.dims}]`,
+      );
     }
     const lengths = numbers(tensors.tensor(`${item.name}/lengths`, 'I64').data);
     const positions = tensors.tensor(`${item.name}/logit_positions`, 'I64');
@@ -170,13 +180,17 @@ async function runCase(bundle, model, item, way, limit, signal) {
     const width = columns ? columns.length : model.graphs.spec.vocabSize;
     const flat = numbers(positions.data);
     const places = lengths.map((_, row) => flat.slice(row * count, (row + 1) * count));
-    const rows = lengths.map((length, row) => numbers(ids.data.subarray(row * item.length, row * item.length + length)));
+    const rows = lengths.map((length, row) =>
+      numbers(ids.data.subarray(row * item.length, row * item.length + length)),
+    );
     rows.forEach((row) => checkIds('input_ids', row, model.graphs.spec.vocabSize));
     let dims = [item.batch, count, width];
     let got;
     if (way) {
       const logits = await (way === BY_STEPS ? bySteps : byChunks)(model.graphs, rows, columns, signal);
-      const reached = places.flatMap((own, row) => own.flatMap((position, at) => (logits.has(`${row},${position}`) ? [{ row, at, position }] : [])));
+      const reached = places.flatMap((own, row) =>
+        own.flatMap((position, at) => (logits.has(`${row},${position}`) ? [{ row, at, position }] : [])),
+      );
       const all = new Float32Array(reached.length * width);
       const refs = new Float32Array(reached.length * width);
       reached.forEach(({ row, at, position }, index) => {
@@ -229,16 +243,27 @@ async function runProduct(model, block, limit) {
   const [rows, lags, channels] = [2, 2 * block, 3];
   return timed({ name: `convolve_block_${block}`, batch: rows, length: block, metrics: null }, undefined, async () => {
     const generator = new Generator(BigInt(block));
-    const random = (/** @type {number} */ count) => Float32Array.from({ length: rows * count * channels }, () => 4 * (generator.uniform() - 0.5));
+    const random = (/** @type {number} */ count) =>
+      Float32Array.from({ length: rows * count * channels }, () => 4 * (generator.uniform() - 0.5));
     const [v, g, vLags, gLags] = [random(block), random(block), random(lags), random(lags)];
     const got = await model.graphs.convolve(rows, block, lags, channels, v, g, vLags, gLags);
     const length = block + lags;
     const ref = new Float32Array(rows * length * channels);
-    const column = (/** @type {Float32Array} */ values, /** @type {number} */ count, /** @type {number} */ row, /** @type {number} */ c) =>
-      Float32Array.from({ length: count }, (_, at) => values[(row * count + at) * channels + c]);
+    const column = (
+      /** @type {Float32Array} */ values,
+      /** @type {number} */ count,
+      /** @type {number} */ row,
+      /** @type {number} */ c,
+    ) => Float32Array.from({ length: count }, (_, at) => values[(row * count + at) * channels + c]);
     for (let row = 0; row < rows; row++) {
       for (let c = 0; c < channels; c++) {
-        const sum = convolve([[column(v, block, row, c), column(gLags, lags, row, c)], [column(g, block, row, c), column(vLags, lags, row, c)]], length);
+        const sum = convolve(
+          [
+            [column(v, block, row, c), column(gLags, lags, row, c)],
+            [column(g, block, row, c), column(vLags, lags, row, c)],
+          ],
+          length,
+        );
         sum.forEach((value, at) => (ref[(row * length + at) * channels + c] = value));
       }
     }
@@ -262,8 +287,14 @@ async function runGreedy(bundle, model, item, limit, signal) {
     const prompt = numbers(tensors.tensor(`${item.name}/prompt`, 'I64').data);
     const expected = numbers(tensors.tensor(`${item.name}/continuation`, 'I64').data);
     const margins = tensors.tensor(`${item.name}/margins`, 'F32').data;
-    if (prompt.length !== item.prompt_length || expected.length !== item.new_tokens || margins.length !== expected.length) {
-      throw new BundleError(`the manifest says ${item.prompt_length} and ${item.new_tokens} tokens, found ${prompt.length}, ${expected.length} and ${margins.length}`);
+    if (
+      prompt.length !== item.prompt_length ||
+      expected.length !== item.new_tokens ||
+      margins.length !== expected.length
+    ) {
+      throw new BundleError(
+        `the manifest says ${item.prompt_length} and ${item.new_tokens} tokens, found ${prompt.length}, ${expected.length} and ${margins.length}`,
+      );
     }
     for (let given = 0; ; given++) {
       const options = { maxNewTokens: expected.length - given, temperature: 0, stopIds: [], signal };
@@ -271,15 +302,25 @@ async function runGreedy(bundle, model, item, limit, signal) {
       checkCancelled(signal);
       const differs = expected.findIndex((id, at) => at >= given && ids[at - given] !== id);
       const behind = given ? `after ${given} of the reference's, where it parts on near ties, ` : '';
-      if (differs < 0) return { agreeing: expected.length - given, reason: given ? `${behind}all agree` : '', problems: [] };
+      if (differs < 0)
+        return { agreeing: expected.length - given, reason: given ? `${behind}all agree` : '', problems: [] };
       const margin = Number(margins[differs]);
       const tie = margin < limit.near_tie;
       // A tie at the first token would leave nothing to compare; from the reference's own token on there is.
       if (tie && differs === given && given + 1 < Math.min(expected.length, GIVEN + 1)) continue;
       if (tie && differs === given) {
-        return { agreeing: 0, problems: [], notRun: `${behind}parts at the first token on a near tie (margin ${scientific(margin, 1)}): nothing to compare` };
+        return {
+          agreeing: 0,
+          problems: [],
+          notRun: `${behind}parts at the first token on a near tie (margin ${scientific(margin, 1)}): nothing to compare`,
+        };
       }
-      if (tie) return { agreeing: differs - given, problems: [], reason: `${behind}parts at token ${differs} on a near tie (margin ${scientific(margin, 1)})` };
+      if (tie)
+        return {
+          agreeing: differs - given,
+          problems: [],
+          reason: `${behind}parts at token ${differs} on a near tie (margin ${scientific(margin, 1)})`,
+        };
       return { agreeing: differs - given, problems: [`${behind}parts from the reference at token ${differs}`] };
     }
   });
@@ -297,8 +338,10 @@ async function runText(bundle, model, item, limit) {
     const tensors = await bundle.golden();
     const ids = numbers(tensors.tensor(`${item.name}/ids`, 'I64').data);
     const nats = Number(tensors.tensor(`${item.name}/nats`, 'F64').data[0]);
-    if (item.bytes > MOST_BYTES_PER_TOKEN * item.tokens) throw new BundleError(`the manifest says ${item.bytes} bytes for ${item.tokens} tokens`);
-    if (ids.length !== item.tokens || !Number.isFinite(nats)) throw new BundleError(`the manifest says ${item.tokens} tokens, found ${ids.length} and ${nats} nats`);
+    if (item.bytes > MOST_BYTES_PER_TOKEN * item.tokens)
+      throw new BundleError(`the manifest says ${item.bytes} bytes for ${item.tokens} tokens`);
+    if (ids.length !== item.tokens || !Number.isFinite(nats))
+      throw new BundleError(`the manifest says ${item.tokens} tokens, found ${ids.length} and ${nats} nats`);
     checkIds('text', ids, model.graphs.spec.vocabSize);
     const size = model.graphs.spec.vocabSize;
     const positions = Array.from({ length: ids.length - 1 }, (_, at) => at);
@@ -315,19 +358,26 @@ async function runText(bundle, model, item, limit) {
 
 /**
  * A comparison with its verdict and its time. One that could not be made has failed, whatever kept it from being made.
- * @template {object} Head
- * @param {Head} head
+ * @param {object} head
  * @param {AbortSignal | undefined} signal
- * @param {() => Promise<Partial<Head> & {problems: string[], reason?: string, notRun?: string}>} work
+ * @param {() => Promise<{problems: string[], reason?: string, notRun?: string, [found: string]: unknown}>} work
  * @returns {Promise<any>}
  */
 async function timed(head, signal, work) {
   const began = performance.now();
-  const done = (/** @type {string} */ verdict, /** @type {object} */ more) => ({ ...head, ...more, verdict, seconds: (performance.now() - began) / 1000 });
+  const done = (/** @type {string} */ verdict, /** @type {object} */ more) => ({
+    ...head,
+    ...more,
+    verdict,
+    seconds: (performance.now() - began) / 1000,
+  });
   try {
     const { problems, reason = '', notRun, ...found } = await work();
     if (notRun) return done('NOT RUN', { ...found, reason: notRun });
-    return done(problems.length ? 'FAILED' : 'PASSED', { ...found, reason: problems.length ? problems.join('; ') : reason });
+    return done(problems.length ? 'FAILED' : 'PASSED', {
+      ...found,
+      reason: problems.length ? problems.join('; ') : reason,
+    });
   } catch (error) {
     if (error instanceof CancelledError || signal?.aborted) throw new CancelledError();
     if (error instanceof LimitError) return done('NOT RUN', { reason: error.message });
@@ -344,7 +394,10 @@ async function timed(head, signal, work) {
 async function timings(bundle, model, row) {
   const written = row.greedy.find(({ verdict }) => verdict === 'PASSED');
   const token = written ? (1e3 * written.seconds) / written.new_tokens : null;
-  const length = Math.max(0, ...bundle.manifest.golden.cases.filter(({ batch }) => batch === 1).map((item) => item.length));
+  const length = Math.max(
+    0,
+    ...bundle.manifest.golden.cases.filter(({ batch }) => batch === 1).map((item) => item.length),
+  );
   if (!length) return { token_ms: token };
   const ids = Array.from({ length }, (_, at) => at % model.graphs.spec.vocabSize);
   const times = [];
@@ -358,7 +411,11 @@ async function timings(bundle, model, row) {
     return { token_ms: token };
   }
   const [, ...counted] = times; // after one that compiled and warmed up
-  return { forward_length: length, forward_ms: counted.sort((a, b) => a - b)[Math.floor(counted.length / 2)], token_ms: token };
+  return {
+    forward_length: length,
+    forward_ms: counted.sort((a, b) => a - b)[Math.floor(counted.length / 2)],
+    token_ms: token,
+  };
 }
 
 /** @param {ArrayLike<bigint | number>} values */

@@ -69,7 +69,9 @@ export function resultsOf(row) {
  * @returns {Row}
  */
 export function judgePlacement(row) {
-  const problem = Object.values(row.placement ?? {}).map(problemOf).find(Boolean);
+  const problem = Object.values(row.placement ?? {})
+    .map(problemOf)
+    .find(Boolean);
   if (!problem) return row;
   const said = `asked for ${row.ep}, but ${problem}`;
   if (row.allowed) return { ...row, note: row.note || said };
@@ -134,7 +136,10 @@ export function verdictLine(bundle, row) {
  * @param {Row} row
  */
 export function worstOf(row) {
-  const rank = (/** @type {CaseResult} */ { verdict, metrics }) => [verdict === 'FAILED' ? 1 : 0, metrics?.relative_l2 ?? 0];
+  const rank = (/** @type {CaseResult} */ { verdict, metrics }) => [
+    verdict === 'FAILED' ? 1 : 0,
+    metrics?.relative_l2 ?? 0,
+  ];
   /** @type {CaseResult | null} */
   let worst = null;
   for (const result of row.cases) {
@@ -153,6 +158,7 @@ export function worstOf(row) {
 function jsonable(value) {
   if (typeof value === 'number' && !Number.isFinite(value)) return scientific(value, 0);
   if (Array.isArray(value)) return value.map(jsonable);
-  if (value && typeof value === 'object') return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, jsonable(item)]));
+  if (value && typeof value === 'object')
+    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, jsonable(item)]));
   return value;
 }

@@ -37,7 +37,8 @@ export function pieces(product, layers, channels, work) {
   }
   const width = Math.max(CHANNELS, Math.floor(Math.floor(work / one) / CHANNELS) * CHANNELS);
   for (let layer = 0; layer < layers; layer++) {
-    for (let low = 0; low < channels; low += width) found.push({ layer, layers: 1, low, high: Math.min(low + width, channels) });
+    for (let low = 0; low < channels; low += width)
+      found.push({ layer, layers: 1, low, high: Math.min(low + width, channels) });
   }
   return found;
 }
@@ -62,7 +63,12 @@ export async function compute(product, piece, history, convolve) {
     }
     return rows;
   };
-  const clear = (/** @type {Float32Array} */ rows, /** @type {number} */ count, /** @type {number} */ from, /** @type {number} */ to) => {
+  const clear = (
+    /** @type {Float32Array} */ rows,
+    /** @type {number} */ count,
+    /** @type {number} */ from,
+    /** @type {number} */ to,
+  ) => {
     for (let n = 0; n < layers && from < to; n++) rows.fill(0, (n * count + from) * width, (n * count + to) * width);
   };
   const [v, g] = [take(0, product.start, stop), take(1, product.start, stop)];

@@ -21,12 +21,17 @@ export async function bySteps(graphs, rows, columns, signal) {
   const found = new Map();
   const heads = rows.map((row) => row.slice(0, Math.max(1, Math.floor(row.length / 2))));
   try {
-    (await decoder.prefill(heads, { signal })).forEach((logits, row) => found.set(`${row},${heads[row].length - 1}`, kept(logits, columns)));
+    (await decoder.prefill(heads, { signal })).forEach((logits, row) =>
+      found.set(`${row},${heads[row].length - 1}`, kept(logits, columns)),
+    );
     for (let step = 0; ; step++) {
       const active = rows.flatMap((row, index) => (heads[index].length + step < row.length ? [index] : []));
       if (!active.length) return found;
       signal?.throwIfAborted();
-      const logits = await decoder.step(active, active.map((row) => rows[row][heads[row].length + step]));
+      const logits = await decoder.step(
+        active,
+        active.map((row) => rows[row][heads[row].length + step]),
+      );
       active.forEach((row, at) => found.set(`${row},${heads[row].length + step}`, kept(logits[at], columns)));
     }
   } finally {

@@ -28,7 +28,11 @@ export class ResidentBatch extends GrowingRows {
     this.fixed = {};
     this.#enter();
     this.#takeLags();
-    this.outputs = ['logits', ...(graphs.mhf.length ? ['streams'] : []), ...Object.keys(this.state).map((name) => `present.${name}`)];
+    this.outputs = [
+      'logits',
+      ...(graphs.mhf.length ? ['streams'] : []),
+      ...Object.keys(this.state).map((name) => `present.${name}`),
+    ];
   }
 
   async run() {
@@ -96,7 +100,9 @@ export class ResidentBatch extends GrowingRows {
       row.carried = {
         conv: mhf.map((_, layer) => (taps ? conv[layer].slice(index * taps, (index + 1) * taps) : new Float32Array(0))),
         keys: keys.map((array) => ordered((slot, c) => array[base + c * window + slot])),
-        values: values.map((array) => ordered((slot, c) => array[base + (Math.floor(c / size) * window + slot) * size + (c % size)])),
+        values: values.map((array) =>
+          ordered((slot, c) => array[base + (Math.floor(c / size) * window + slot) * size + (c % size)]),
+        ),
       };
     });
     for (const value of [...Object.values(this.state), ...Object.values(this.fixed)]) dispose(value);
@@ -132,7 +138,8 @@ export class ResidentBatch extends GrowingRows {
         for (let slot = 0; slot < window; slot++) {
           for (let c = 0; c < width; c++) {
             keys[base + c * window + slot] = row.carried.keys[index][slot * width + c];
-            values[base + (Math.floor(c / size) * window + slot) * size + (c % size)] = row.carried.values[index][slot * width + c];
+            values[base + (Math.floor(c / size) * window + slot) * size + (c % size)] =
+              row.carried.values[index][slot * width + c];
           }
         }
       });
@@ -143,7 +150,7 @@ export class ResidentBatch extends GrowingRows {
 
   #takeLags() {
     // A slot meets the lag that is its age: the streams of the tokens at M - 1 down to 1, zeros where none is known yet.
-    const { mhf, lags, spec, device } = this.graphs;
+    const { mhf, lags, spec } = this.graphs;
     const width = spec.hiddenSize;
     const batch = this.rows.length;
     mhf.forEach((layer, index) => {
@@ -156,10 +163,7 @@ export class ResidentBatch extends GrowingRows {
             found.set(known.subarray(lag * width, (lag + 1) * width), (slot * batch + at) * width);
           }
         });
-        const place = `${layer}.lag_${name}`;
-        if (this.fixed[place]) dispose(this.fixed[place]);
-        const plain = { data: found, dims: [lags - 1, batch, width] };
-        this.fixed[place] = device.keep ? device.keep(plain) : plain;
+        this.fixed[`${layer}.lag_${name}`] = { data: found, dims: [lags - 1, batch, width] };
       });
     });
   }
@@ -174,7 +178,8 @@ export class ResidentBatch extends GrowingRows {
  * @param {number} width
  */
 function spread(all, own, at, batch, width) {
-  for (let slot = 0; slot * width < own.length; slot++) all.set(own.subarray(slot * width, (slot + 1) * width), (slot * batch + at) * width);
+  for (let slot = 0; slot * width < own.length; slot++)
+    all.set(own.subarray(slot * width, (slot + 1) * width), (slot * batch + at) * width);
 }
 
 /** @param {object} value */

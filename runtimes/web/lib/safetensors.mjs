@@ -6,7 +6,18 @@
 import { BundleError, shown } from './errors.mjs';
 import { parseStrict } from './json.mjs';
 
-const BYTES = /** @type {Record<string, number>} */ ({ F64: 8, F32: 4, F16: 2, BF16: 2, I64: 8, I32: 4, I16: 2, I8: 1, U8: 1, BOOL: 1 });
+const BYTES = /** @type {Record<string, number>} */ ({
+  F64: 8,
+  F32: 4,
+  F16: 2,
+  BF16: 2,
+  I64: 8,
+  I32: 4,
+  I16: 2,
+  I8: 1,
+  U8: 1,
+  BOOL: 1,
+});
 const MAX_HEADER = 100 << 20;
 
 /** @typedef {{dtype: string, shape: number[], begin: number, end: number}} Entry offsets count from the start of the file */
@@ -23,7 +34,8 @@ export class Safetensors {
     this.bytes = new Uint8Array(bytes.buffer, bytes.byteOffset, bytes.byteLength); // a Buffer of Node would not copy when it is sliced
     const head = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
     const size = bytes.byteLength < 8 ? -1 : Number(head.getBigUint64(0, true));
-    if (size < 0 || size > MAX_HEADER || 8 + size > bytes.byteLength) throw this.#broken('no header of a sensible length');
+    if (size < 0 || size > MAX_HEADER || 8 + size > bytes.byteLength)
+      throw this.#broken('no header of a sensible length');
     /** @type {Map<string, Entry>} */
     this.entries = new Map();
     let header;
@@ -32,7 +44,8 @@ export class Safetensors {
     } catch {
       throw this.#broken('its header is not JSON, or has a key twice');
     }
-    if (typeof header !== 'object' || header === null || Array.isArray(header)) throw this.#broken('its header is no JSON object');
+    if (typeof header !== 'object' || header === null || Array.isArray(header))
+      throw this.#broken('its header is no JSON object');
     for (const [tensor, value] of Object.entries(header)) {
       if (tensor !== '__metadata__') this.entries.set(tensor, this.#entry(tensor, value, 8 + size));
     }
@@ -56,7 +69,8 @@ export class Safetensors {
   tensor(tensor, dtype) {
     const entry = this.entries.get(tensor);
     if (!entry) throw new BundleError(`${this.name} has no tensor ${shown(tensor)}`);
-    if (entry.dtype !== dtype) throw new BundleError(`${this.name}: ${shown(tensor)} must be ${dtype}, found ${entry.dtype}`);
+    if (entry.dtype !== dtype)
+      throw new BundleError(`${this.name}: ${shown(tensor)} must be ${dtype}, found ${entry.dtype}`);
     const copy = this.bytes.slice(entry.begin, entry.end).buffer; // which is aligned, as the file's own bytes need not be
     const data = { F32: Float32Array, F64: Float64Array, I64: BigInt64Array }[dtype];
     return { dims: entry.shape, data: new data(copy) };
@@ -72,10 +86,13 @@ export class Safetensors {
     const { dtype, shape, data_offsets: offsets } = value ?? {};
     const natural = (/** @type {unknown} */ n) => Number.isSafeInteger(n) && /** @type {number} */ (n) >= 0;
     if (!Object.hasOwn(BYTES, dtype)) throw this.#broken(`${shown(tensor)} has the dtype ${shown(dtype)}`);
-    if (!Array.isArray(shape) || !shape.every(natural)) throw this.#broken(`${shown(tensor)} has the shape ${shown(shape)}`);
-    if (!Array.isArray(offsets) || offsets.length !== 2 || !offsets.every(natural)) throw this.#broken(`${shown(tensor)} has no place`);
+    if (!Array.isArray(shape) || !shape.every(natural))
+      throw this.#broken(`${shown(tensor)} has the shape ${shown(shape)}`);
+    if (!Array.isArray(offsets) || offsets.length !== 2 || !offsets.every(natural))
+      throw this.#broken(`${shown(tensor)} has no place`);
     const wanted = shape.reduce((a, b) => a * b, BYTES[dtype]);
-    if (offsets[1] - offsets[0] !== wanted) throw this.#broken(`${shown(tensor)} needs ${wanted} bytes, its place has ${offsets[1] - offsets[0]}`);
+    if (offsets[1] - offsets[0] !== wanted)
+      throw this.#broken(`${shown(tensor)} needs ${wanted} bytes, its place has ${offsets[1] - offsets[0]}`);
     return { dtype, shape, begin: start + offsets[0], end: start + offsets[1] };
   }
 
@@ -86,7 +103,8 @@ export class Safetensors {
       if (entry.begin !== at) throw this.#broken('its tensors overlap or leave gaps');
       at = entry.end;
     }
-    if (at !== this.bytes.byteLength) throw this.#broken(`its tensors end at byte ${at}, the file at ${this.bytes.byteLength}`);
+    if (at !== this.bytes.byteLength)
+      throw this.#broken(`its tensors end at byte ${at}, the file at ${this.bytes.byteLength}`);
   }
 
   /** @param {string} why */

@@ -67,19 +67,38 @@ function mix(z) {
  * @throws {InputError} a value of the wrong type or out of range; the text names the command line's flag
  */
 export function samplingOptions(given, vocabSize) {
-  const number = (/** @type {string} */ flag, /** @type {unknown} */ value, /** @type {(n: number) => boolean} */ allowed, /** @type {string} */ expected) => {
-    if (typeof value !== 'number' || !Number.isFinite(value) || !allowed(value)) throw new InputError(`${flag} must be ${expected}, found ${shown(value)}`);
+  const number = (
+    /** @type {string} */ flag,
+    /** @type {unknown} */ value,
+    /** @type {(n: number) => boolean} */ allowed,
+    /** @type {string} */ expected,
+  ) => {
+    if (typeof value !== 'number' || !Number.isFinite(value) || !allowed(value))
+      throw new InputError(`${flag} must be ${expected}, found ${shown(value)}`);
     return value;
   };
-  const bias = given.logitBias instanceof Map ? [...given.logitBias] : Object.entries(given.logitBias ?? {}).map(([id, value]) => [Number(id), value]);
-  if (bias.length) checkIds('logit_bias', bias.map(([id]) => id), vocabSize);
+  const bias =
+    given.logitBias instanceof Map
+      ? [...given.logitBias]
+      : Object.entries(given.logitBias ?? {}).map(([id, value]) => [Number(id), value]);
+  if (bias.length)
+    checkIds(
+      'logit_bias',
+      bias.map(([id]) => id),
+      vocabSize,
+    );
   for (const [id, value] of bias) number(`logit_bias of token ${id}`, value, () => true, 'a finite number');
   return {
     temperature: number('--temperature', given.temperature ?? 1, (v) => v >= 0, 'a finite number of at least 0'),
     topK: number('--top-k', given.topK ?? 0, (v) => Number.isInteger(v) && v >= 0, 'an integer of at least 0'),
     topP: number('--top-p', given.topP ?? 1, (v) => v > 0 && v <= 1, 'in (0, 1]'),
     minP: number('--min-p', given.minP ?? 0, (v) => v >= 0 && v <= 1, 'in [0, 1]'),
-    repetitionPenalty: number('--repetition-penalty', given.repetitionPenalty ?? 1, (v) => v > 0, 'a finite number above 0'),
+    repetitionPenalty: number(
+      '--repetition-penalty',
+      given.repetitionPenalty ?? 1,
+      (v) => v > 0,
+      'a finite number above 0',
+    ),
     seed: checkSeed(given.seed ?? 0),
     logitBias: /** @type {[number, number][]} */ (bias),
   };
@@ -89,7 +108,8 @@ export function samplingOptions(given, vocabSize) {
 function checkSeed(seed) {
   const text = String(seed).trim();
   const value = /^\d{1,20}$/.test(text) ? BigInt(text) : -1n;
-  if (value < 0n || value > MASK) throw new InputError(`--seed must be an integer from 0 to ${MASK}, found ${shown(seed)}`);
+  if (value < 0n || value > MASK)
+    throw new InputError(`--seed must be an integer from 0 to ${MASK}, found ${shown(seed)}`);
   return value;
 }
 
@@ -150,7 +170,8 @@ function adjusted(logits, previousIds, options) {
   const scores = Float64Array.from(logits);
   const { logitBias, repetitionPenalty: penalty } = options;
   for (const [id, bias] of logitBias) scores[id] += bias;
-  if (penalty !== 1) for (const id of new Set(previousIds)) scores[id] = scores[id] > 0 ? scores[id] / penalty : scores[id] * penalty;
+  if (penalty !== 1)
+    for (const id of new Set(previousIds)) scores[id] = scores[id] > 0 ? scores[id] / penalty : scores[id] * penalty;
   if (penalty !== 1 || logitBias.length) checkScores(scores, 'the scores after logit_bias and --repetition-penalty');
   return scores;
 }
@@ -167,11 +188,23 @@ function draw(scores, options, uniform) {
   if (count === scores.length && count > HEAD) {
     const ids = ranked(scores, HEAD);
     const total = weights.reduce((sum, weight) => sum + weight, 0);
-    const place = pick(Float64Array.from(ids, (id) => weights[id]), total, options, uniform);
+    const place = pick(
+      Float64Array.from(ids, (id) => weights[id]),
+      total,
+      options,
+      uniform,
+    );
     if (place < HEAD) return ids[place];
   }
   const ids = ranked(scores, count);
-  return ids[pick(Float64Array.from(ids, (id) => weights[id]), null, options, uniform)];
+  return ids[
+    pick(
+      Float64Array.from(ids, (id) => weights[id]),
+      null,
+      options,
+      uniform,
+    )
+  ];
 }
 
 /**
@@ -203,7 +236,11 @@ function pick(weights, total, options, uniform) {
   const mass = weights.map((weight) => (sum += weight));
   let kept = weights.length;
   if (options.topP < 1) kept = Math.min(kept, first(mass, (m) => m >= options.topP * (total ?? sum)) + 1);
-  if (options.minP > 0) kept = Math.min(kept, first(weights, (weight) => weight < options.minP));
+  if (options.minP > 0)
+    kept = Math.min(
+      kept,
+      first(weights, (weight) => weight < options.minP),
+    );
   let bound = mass[kept - 1];
   if (total !== null && kept === weights.length) {
     if (options.topP < 1 || options.minP > 0) return weights.length;

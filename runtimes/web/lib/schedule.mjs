@@ -91,11 +91,18 @@ export class Schedule {
     const start = Math.max(0, known - this.lags);
     const ranges = this.alone(start);
     // Apart, so that a pair of two tokens among the lags, of one of them, and of none is each counted by one rule.
-    for (const [low, high] of [[0, this.lags], [this.lags, known]]) {
-      const part = ranges.flatMap(([a, b]) => (Math.max(a, low) < Math.min(b, high) ? [/** @type {[number, number]} */ ([Math.max(a, low), Math.min(b, high)])] : []));
+    for (const [low, high] of [
+      [0, this.lags],
+      [this.lags, known],
+    ]) {
+      const part = ranges.flatMap(([a, b]) =>
+        Math.max(a, low) < Math.min(b, high)
+          ? [/** @type {[number, number]} */ ([Math.max(a, low), Math.min(b, high)])]
+          : [],
+      );
       if (part.length) found.push({ start, size: this.lags, firstLag: 0, lags: this.lags, due: known, ranges: part });
     }
-    this.spans = [[known, SETTLED]];
+    this.spans = [/** @type {[number, number]} */ ([known, SETTLED])];
     return found;
   }
 

@@ -35,7 +35,10 @@ export class Session {
       if (value instanceof this.ort.Tensor) tensors[name] = value;
       else {
         const { data, dims } = /** @type {Plain} */ (value);
-        tensors[name] = data instanceof BigInt64Array ? new this.ort.Tensor('int64', data, dims) : new this.ort.Tensor('float32', data, dims);
+        tensors[name] =
+          data instanceof BigInt64Array
+            ? new this.ort.Tensor('int64', data, dims)
+            : new this.ort.Tensor('float32', data, dims);
       }
     }
     try {
@@ -60,6 +63,11 @@ export class Session {
  * @param {unknown} error
  */
 export function firstLine(error) {
-  const text = error instanceof Error ? error.message : typeof error === 'number' ? `error number ${error}, most likely out of memory` : String(error);
+  const text =
+    error instanceof Error
+      ? error.message
+      : typeof error === 'number'
+        ? `error number ${error}, most likely out of memory`
+        : String(error);
   return text.trim().split('\n')[0] || 'no reason was given';
 }

@@ -17,7 +17,8 @@ export class StepBatch extends GrowingRows {
     super(graphs, rows);
     const { hiddenSize: width, slidingWindow: window, convKernel } = graphs.spec;
     const plane = rows.length * width;
-    const perStream = (/** @type {number} */ size) => graphs.mhf.map(() => [new Float32Array(size), new Float32Array(size)]);
+    const perStream = (/** @type {number} */ size) =>
+      graphs.mhf.map(() => [new Float32Array(size), new Float32Array(size)]);
     // Slot `clock mod M` (and W) is the next to be written.
     this.first = perStream(plane); // (B, D)
     this.recent = perStream(graphs.lags * plane); // (M, B, D)
@@ -28,7 +29,9 @@ export class StepBatch extends GrowingRows {
     rows.forEach((row, index) => this.#enter(index, row));
     this.outputs = [
       'logits',
-      ...graphs.mhf.flatMap((layer) => ['v', 'g', ...(convKernel > 1 ? ['conv'] : [])].map((part) => `present.${layer}.${part}`)),
+      ...graphs.mhf.flatMap((layer) =>
+        ['v', 'g', ...(convKernel > 1 ? ['conv'] : [])].map((part) => `present.${layer}.${part}`),
+      ),
       ...graphs.swa.flatMap((layer) => [`present.${layer}.key`, `present.${layer}.value`]),
     ];
   }
@@ -57,7 +60,8 @@ export class StepBatch extends GrowingRows {
         feeds[`past.${layer}.recent_${name}`] = { data: recent, dims: [lags, batch, width] };
         feeds[`past.${layer}.lag_${name}`] = { data: turned, dims: [lags, batch, width] };
       });
-      if (convKernel > 1) feeds[`past.${layer}.conv`] = { data: this.conv[index], dims: [batch, convKernel - 1, width] };
+      if (convKernel > 1)
+        feeds[`past.${layer}.conv`] = { data: this.conv[index], dims: [batch, convKernel - 1, width] };
     });
     graphs.swa.forEach((layer, index) => {
       feeds[`past.${layer}.keys`] = { data: this.keys[index], dims: [batch, numHeads, width / numHeads, window] };
@@ -89,7 +93,8 @@ export class StepBatch extends GrowingRows {
     const size = width / numHeads;
     const taps = (convKernel - 1) * width;
     this.rows.forEach((row, index) => {
-      const rowOf = (/** @type {Float32Array} */ array, /** @type {number} */ length) => array.subarray(index * length, (index + 1) * length);
+      const rowOf = (/** @type {Float32Array} */ array, /** @type {number} */ length) =>
+        array.subarray(index * length, (index + 1) * length);
       const ordered = (/** @type {Float32Array} */ array, /** @type {boolean} */ keys) => {
         const own = rowOf(array, window * width);
         const found = new Float32Array(window * width);
@@ -124,11 +129,15 @@ export class StepBatch extends GrowingRows {
       for (const stream of [0, 1]) {
         const first = row.history.stream(layer, stream, 0, lags);
         this.first[layer][stream].set(first.subarray(0, width), index * width);
-        for (let lag = 0; lag < lags; lag++) this.#setLag(layer, stream, index, lag, first.subarray(lag * width, (lag + 1) * width));
+        for (let lag = 0; lag < lags; lag++)
+          this.#setLag(layer, stream, index, lag, first.subarray(lag * width, (lag + 1) * width));
         const recent = this.uncounted(row, layer, stream);
         for (let slot = 1; slot < lags; slot++) {
           // slot 0 is the first to be written
-          this.recent[layer][stream].set(recent.subarray((slot - 1) * width, slot * width), (slot * batch + index) * width);
+          this.recent[layer][stream].set(
+            recent.subarray((slot - 1) * width, slot * width),
+            (slot * batch + index) * width,
+          );
         }
       }
       this.conv[layer].set(row.carried.conv[layer], index * (convKernel - 1) * width);
@@ -157,7 +166,9 @@ export class StepBatch extends GrowingRows {
     const width = spec.hiddenSize;
     const slot = (this.clock - 1) % lags;
     this.latest.forEach((streams, layer) => {
-      streams.forEach((stream, which) => this.#setLag(layer, which, index, position, stream.subarray(index * width, (index + 1) * width)));
+      streams.forEach((stream, which) =>
+        this.#setLag(layer, which, index, position, stream.subarray(index * width, (index + 1) * width)),
+      );
       // A pair of two tokens that are both among the first M lags is met twice, once from each side: v of either meets g of the
       // other, which is all of it.
       const at = (slot * this.rows.length + index) * width;
@@ -175,6 +186,7 @@ export class StepBatch extends GrowingRows {
   #setLag(layer, stream, index, lag, values) {
     const { lags, spec } = this.graphs;
     const at = (lags - lag) % lags;
-    for (const slot of [at, at + lags]) this.turned[layer][stream].set(values, (slot * this.rows.length + index) * spec.hiddenSize);
+    for (const slot of [at, at + lags])
+      this.turned[layer][stream].set(values, (slot * this.rows.length + index) * spec.hiddenSize);
   }
 }

@@ -33,7 +33,9 @@ export class TextCodec {
       throw new BundleError(`${name} is no tokenizer that @huggingface/tokenizers reads (${firstLine(error)})`);
     }
     if (highest >= vocabSize) {
-      throw new BundleError(`${name} has token ids up to ${highest}, the model's vocab_size is ${vocabSize}; the tokenizer is of another model`);
+      throw new BundleError(
+        `${name} has token ids up to ${highest}, the model's vocab_size is ${vocabSize}; the tokenizer is of another model`,
+      );
     }
   }
 
@@ -42,11 +44,14 @@ export class TextCodec {
    * @returns {number[]}
    */
   encode(text) {
-    if (!text.isWellFormed?.() && /\p{Cs}/u.test(text)) throw new InputError('prompt: expected text, found half a character');
+    if (!text.isWellFormed?.() && /\p{Cs}/u.test(text))
+      throw new InputError('prompt: expected text, found half a character');
     try {
       return [...this.inner.encode(text).ids].map(Number);
     } catch (error) {
-      throw new InputError(`tokenizer: it cannot encode the text (${firstLine(error)}); use another text, or pass token ids`);
+      throw new InputError(
+        `tokenizer: it cannot encode the text (${firstLine(error)}); use another text, or pass token ids`,
+      );
     }
   }
 
@@ -59,7 +64,9 @@ export class TextCodec {
     try {
       return this.inner.decode(ids, { skip_special_tokens: true, clean_up_tokenization_spaces: false });
     } catch (error) {
-      throw new InputError(`tokenizer: it cannot decode the ids ${shown(ids)} (${firstLine(error)}); work with token ids`);
+      throw new InputError(
+        `tokenizer: it cannot decode the ids ${shown(ids)} (${firstLine(error)}); work with token ids`,
+      );
     }
   }
 }
@@ -143,7 +150,8 @@ export class StopMatcher {
   /** @param {string[]} stops */
   constructor(stops) {
     for (const stop of stops) {
-      if (typeof stop !== 'string' || !stop) throw new InputError(`--stop: expected text of at least one character, found ${shown(stop)}`);
+      if (typeof stop !== 'string' || !stop)
+        throw new InputError(`--stop: expected text of at least one character, found ${shown(stop)}`);
     }
     this.stops = stops;
     this.held = '';
@@ -191,6 +199,7 @@ export class StopMatcher {
  * @param {string} stop
  */
 function overlap(text, stop) {
-  for (let length = Math.min(text.length, stop.length - 1); length > 0; length--) if (text.endsWith(stop.slice(0, length))) return length;
+  for (let length = Math.min(text.length, stop.length - 1); length > 0; length--)
+    if (text.endsWith(stop.slice(0, length))) return length;
   return 0;
 }

@@ -20,10 +20,14 @@ export function toleranceFor(level, precision, rounding = 0) {
   const table = /** @type {Record<string, Tolerance>} */ (TOLERANCES);
   const key = `${level}/${precision}`;
   if (!Object.hasOwn(table, key)) {
-    throw new InputError(`tolerance: no level ${JSON.stringify(level)} for precision ${precision}; known are ${Object.keys(table).join(', ')}`);
+    throw new InputError(
+      `tolerance: no level ${JSON.stringify(level)} for precision ${precision}; known are ${Object.keys(table).join(', ')}`,
+    );
   }
   const entry = table[key];
   const least = Math.min(ROUNDINGS * rounding, MOST_ROUNDING);
   const factor = Math.max(1, least / entry.relative_l2);
-  return /** @type {Tolerance} */ (Object.fromEntries(Object.entries(entry).map(([name, value]) => [name, factor * value])));
+  return /** @type {Tolerance} */ (
+    Object.fromEntries(Object.entries(entry).map(([name, value]) => [name, factor * value]))
+  );
 }

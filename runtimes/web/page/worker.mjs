@@ -39,7 +39,8 @@ self.addEventListener('message', async ({ data: request }) => {
     await REQUESTS[request.type](request, running.controller.signal, send);
   } catch (error) {
     if (error instanceof CancelledError) send({ type: 'cancelled' });
-    else send({ type: 'error', kind: error instanceof CaracalError ? error.kind : 'internal', message: messageOf(error) });
+    else
+      send({ type: 'error', kind: error instanceof CaracalError ? error.kind : 'internal', message: messageOf(error) });
   } finally {
     running = null;
   }
@@ -51,11 +52,17 @@ async function open({ source, ep, threads }, signal, send) {
   /** @type {string[]} */
   const warnings = [];
   const warn = (/** @type {string} */ text) => void (warnings.includes(text) || warnings.push(text));
-  const from = source.files ? filesSource(source.files, folderName(source.files)) : urlSource(source.url, { warn });
+  const from = source.files
+    ? filesSource(source.files, source.name ?? folderName(source.files))
+    : urlSource(source.url, { warn });
   const bundle = await Bundle.open(from, { signal });
   const { manifest } = bundle;
+  if (bundle.name === 'bundle' && manifest.sourceName) bundle.name = manifest.sourceName; // where it is served says nothing
   const wanted = Object.keys(manifest.files).filter((name) => name !== manifest.golden.file); // the recorded outputs are for parity alone
-  await bundle.readAll(wanted, { signal, progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'bytes' }) });
+  await bundle.readAll(wanted, {
+    signal,
+    progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'bytes' }),
+  });
   const engine = await browserEngine(ep, { threads, base: ORT }); // one in a worker's life: the page makes a new worker for each bundle
   const { Tokenizer } = manifest.tokenizer === null ? { Tokenizer: undefined } : await import(TOKENIZERS.href);
   const model = new Model(bundle, engine, { Tokenizer });
@@ -142,7 +149,10 @@ async function generate({ prompt, ids, options }, signal, send) {
 async function parity({ quick }, signal, send) {
   const { bundle, engine: used, model } = current();
   const { file } = bundle.manifest.golden;
-  await bundle.readAll([file], { signal, progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'bytes' }) });
+  await bundle.readAll([file], {
+    signal,
+    progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'bytes' }),
+  });
   const row = await runParity(bundle, used, {
     quick,
     signal,
@@ -151,7 +161,12 @@ async function parity({ quick }, signal, send) {
     onResult: (kind, result) => send({ type: 'result', result: { kind, ...result } }),
   });
   bundle.forget(file);
-  send({ type: 'parity', verdict: verdictOf(row), line: verdictLine(bundle, row), report: wholeReport(bundle, row, used.machine) });
+  send({
+    type: 'parity',
+    verdict: verdictOf(row),
+    line: verdictLine(bundle, row),
+    report: wholeReport(bundle, row, used.machine),
+  });
 }
 
 function current() {
@@ -181,6 +196,7 @@ function folderName(files) {
 function messageOf(error) {
   if (error instanceof CaracalError) return error.message;
   const said = error instanceof Error ? error.message : String(error);
-  if (error instanceof RangeError && /alloc|memory|array buffer/i.test(said)) return 'There is not enough memory for this bundle; close other pages, or use one in fewer bits.';
+  if (error instanceof RangeError && /alloc|memory|array buffer/i.test(said))
+    return 'There is not enough memory for this bundle; close other pages, or use one in fewer bits.';
   return `Something unexpected happened: ${said}`;
 }
