@@ -31,6 +31,9 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",  # keep it, and ask each time whether it is still right
+    # As the page says itself; a worker, in which all of the bundle is read, does not inherit what a page says.
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'wasm-unsafe-eval' blob:; worker-src 'self' blob:; connect-src *; "
+    "style-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'none'",
 }
 _METHODS = "GET, HEAD"
 _TIMEOUT = 60.0  # seconds that a connection may stay idle, or not take what it asked for

@@ -837,3 +837,5 @@ def test_the_locked_versions_are_those_of_the_project() -> None:
     asked = json.loads((web / "package.json").read_text())["dependencies"]
     assert wanted == asked
     assert web_files.web_folder() == web
+    # What the page forbids itself, the server forbids its worker too.
+    assert f'content="{HEADERS["Content-Security-Policy"]}"' in (web / "page/index.html").read_text()
