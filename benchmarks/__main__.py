@@ -124,9 +124,15 @@ def _report(row: Row, outcome: Outcome | None, reason: str) -> dict[str, Any]:
 
 
 def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A run at some lengths with what an earlier run found at others, if that had the same machine, versions and settings."""
-    if any(old[part] != new[part] for part in ("threads", "quick", "environment")):
+    """A run at some lengths with what an earlier run found at others, if that had the same machine, versions and settings.
+
+    It may have been of another commit, which its figures then name: measuring all lengths anew for each takes hours.
+    """
+    before, now = ({k: v for k, v in report["environment"].items() if k != "commit"} for report in (old, new))
+    if before != now or any(old[part] != new[part] for part in ("threads", "quick")):
         return new
+    for figure in old["figures"].values():
+        figure.setdefault("commit", old["environment"].get("commit"))
     figures = {**old["figures"], **new["figures"]}
     reasons = {key: reason for key, reason in {**old["reasons"], **new["reasons"]}.items() if key not in figures}
     return {**new, "figures": figures, "reasons": reasons, "details": _overlaid(old["details"], new["details"])}

@@ -165,6 +165,10 @@ def _times(reports: Mapping[str, dict[str, Any]]) -> list[str]:
     return [*head, *lines, ""] if lines else []
 
 
+def _short(commit: str) -> str:
+    return commit[:12] + ("+" if commit.endswith("+") else "")
+
+
 def _runs(reports: Mapping[str, dict[str, Any]]) -> list[str]:
     """When, where and with what each row was measured."""
     lines = []
@@ -177,10 +181,16 @@ def _runs(reports: Mapping[str, dict[str, Any]]) -> list[str]:
                 if name in environment
             }
             versions |= report["details"].get("peers", {})
+            earlier: dict[str, list[str]] = {}
+            for key, figure in report["figures"].items():
+                if figure.get("commit"):
+                    earlier.setdefault(_short(figure["commit"]), []).append(_label(key))
+            commits = [_short(environment.get("commit", ""))]
+            commits += [f"{', '.join(keys)} at {commit}" for commit, keys in earlier.items() if commit != commits[0]]
             machine = f"{environment['processor']}, {environment.get('cores', '?')} cores, {environment['os']}"
             lines.append(
                 f"| `{row.name}` | {report['date']} | {report['threads']} | {report.get('load', float('nan')):.1f} | "
-                f"{environment.get('commit', '')[:12]}{'+' if environment.get('commit', '').endswith('+') else ''} | "
+                f"{'; '.join(commits)} | "
                 f"{', '.join(f'{name} {version}' for name, version in versions.items())} | {machine} |"
             )
     head = [

@@ -27,7 +27,7 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 COMMANDED = [
     *(
         ROOT / "docs" / name
-        for name in ("recipes.md", "ci.md", "adding-a-provider.md", "checkpoints.md", "security.md")
+        for name in ("recipes.md", "ci.md", "adding-a-provider.md", "checkpoints.md", "security.md", "web.md")
     ),
     *WORKFLOWS,
 ]
