@@ -7,6 +7,7 @@ import { TO_HOST } from './resident_batch.mjs';
 import { Session, firstLine } from './session.mjs';
 
 const WASM_BYTES = 2 ** 32;
+const PATIENCE_MS = 50; // that a message may wait, between two runs
 
 /**
  * Loads ONNX Runtime for a provider. A page can have one of the two in its life: each brings a WebAssembly module of its own.
@@ -80,7 +81,7 @@ export async function browserEngine(ep, { threads = 1, base }) {
           await result.release();
           placement = sortNodes(name, readGraph(bytes, name), fromLog(log), own);
         }
-        return { session: new Session(ort, await ort.InferenceSession.create(bytes, options), name), placement };
+        return { session: new Session(ort, await ort.InferenceSession.create(bytes, options), name, pause), placement };
       } catch (error) {
         throw new NotRunError(
           `${name}: ${ep} cannot load it: ${firstLine(error)}. WebAssembly has 4 GB for everything; a bundle in fewer bits (caracal quantize) needs less`,
@@ -133,4 +134,20 @@ async function listening(work) {
   } finally {
     heard = null;
   }
+}
+
+let paused = 0; // when messages were let in the last time
+
+/** Lets messages in, such as a request to stop, where none could come for a while. */
+async function pause() {
+  if (performance.now() - paused < PATIENCE_MS) return;
+  await new Promise((resolve) => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = () => {
+      port1.close();
+      resolve(undefined);
+    };
+    port2.postMessage(0);
+  });
+  paused = performance.now();
 }

@@ -14,8 +14,10 @@ export class Session {
    * @param {Ort} ort
    * @param {import('onnxruntime-common').InferenceSession} inner
    * @param {string} name the graph's file, for messages
+   * @param {() => Promise<void>} [pause] awaited before each run: WebAssembly computes without ever letting a message in
    */
-  constructor(ort, inner, name) {
+  constructor(ort, inner, name, pause) {
+    this.pause = pause;
     this.ort = ort;
     this.inner = inner;
     this.name = name;
@@ -29,6 +31,7 @@ export class Session {
    * @throws {NotRunError} with the runtime's own words
    */
   async run(feeds, outputs) {
+    await this.pause?.();
     /** @type {Record<string, Tensor>} */
     const tensors = {};
     for (const [name, value] of Object.entries(feeds)) {

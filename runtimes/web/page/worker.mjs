@@ -121,14 +121,13 @@ async function generate({ prompt, ids, options }, signal, send) {
       send({ type: 'progress', what: 'reading the prompt', done: read, total: read, unit: 'steps' });
     },
     onText: asIds ? undefined : (_, text) => send({ type: 'text', text }),
-    onToken: async (_, tokenId) => {
+    onToken: (_, tokenId) => {
       const now = performance.now();
       if (!index) first = now - began;
       context += 1;
       send({ type: 'token', index, tokenId, context, ms: now - last });
       index += 1;
       last = now;
-      if (index % 4 === 0) await turn(); // so that a request to stop is heard
     },
   });
   const decode = last - began - first;
@@ -172,18 +171,6 @@ async function parity({ quick }, signal, send) {
 function current() {
   if (!opened) throw new InputError('Open a bundle first.');
   return opened;
-}
-
-/** Lets messages in. */
-function turn() {
-  return new Promise((resolve) => {
-    const { port1, port2 } = new MessageChannel();
-    port1.onmessage = () => {
-      port1.close();
-      resolve(undefined);
-    };
-    port2.postMessage(0);
-  });
 }
 
 /** @param {{path: string, file: File}[]} files */
