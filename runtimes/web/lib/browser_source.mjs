@@ -3,7 +3,7 @@
  * hash, so that bundles and tabs share it, and compared with that hash again whenever it is read.
  */
 
-import { BundleError, CancelledError, NetworkError } from './errors.mjs';
+import { BundleError, CancelledError, LimitError, NetworkError } from './errors.mjs';
 import { MANIFEST_FILE } from './manifest.mjs';
 
 export const CACHE = 'caracal-bundles';
@@ -22,7 +22,8 @@ export function urlSource(address, { warn } = {}) {
       `bundle: ${address.slice(0, 80)} is no address; expected the URL of a folder that \`caracal export\` wrote`,
     );
   }
-  const name = decodeURIComponent(base.pathname.split('/').filter(Boolean).pop() ?? base.host);
+  const last = base.pathname.split('/').filter(Boolean).pop() ?? base.host;
+  const name = plain(last);
   return {
     name,
     async read(file, { entry, most, signal, onBytes }) {
@@ -42,9 +43,6 @@ export function urlSource(address, { warn } = {}) {
       }
       try {
         const bytes = await download(url, file, most, signal, (done) => onBytes?.(done, false));
-        // The manifest has no hash that it could be found by: its copy is for when the network gives no answer.
-        if (file === MANIFEST_FILE)
-          await cache?.put(key, new Response(/** @type {BodyInit} */ (bytes))).catch(() => undefined);
         return bytes;
       } catch (error) {
         const kept = error instanceof NetworkError && file === MANIFEST_FILE ? await cache?.match(key) : undefined;
@@ -52,6 +50,15 @@ export function urlSource(address, { warn } = {}) {
         warn?.('The network gives no answer; this is the copy that was kept.');
         return new Uint8Array(await kept.arrayBuffer());
       }
+    },
+    // It has no hash that it could be found by: its copy is for when the network gives no answer.
+    async keepManifest(bytes) {
+      const cache = await openCache();
+      const copy = new Response(/** @type {BodyInit} */ (bytes));
+      await cache?.put(new URL(MANIFEST_FILE, base).href, copy).catch(() => undefined);
+    },
+    async drop(entry) {
+      return (await (await openCache())?.delete(keyOf(entry.sha256))) ?? false;
     },
     async keep(entry, bytes) {
       const cache = await openCache();
@@ -125,7 +132,7 @@ async function download(url, file, most, signal, onBytes) {
     throw new BundleError(`bundle: ${file} cannot be read (HTTP ${response.status} from ${url.host})`);
   }
   // Whole from the start where the length is known: a list of pieces and their sum would need the memory twice.
-  let bytes = new Uint8Array(most <= 1 << 26 ? 0 : most);
+  let bytes = room(file, most <= 1 << 26 ? 0 : most);
   let done = 0;
   const reader = response.body.getReader();
   for (;;) {
@@ -138,13 +145,38 @@ async function download(url, file, most, signal, onBytes) {
       throw new BundleError(tooLong(file, done + value.byteLength, most));
     }
     if (done + value.byteLength > bytes.byteLength) {
-      const larger = new Uint8Array(Math.min(most, Math.max(2 * bytes.byteLength, done + value.byteLength)));
+      const larger = room(file, Math.min(most, Math.max(2 * bytes.byteLength, done + value.byteLength)));
       larger.set(bytes.subarray(0, done));
       bytes = larger;
     }
     bytes.set(value, done);
     done += value.byteLength;
     onBytes(done);
+  }
+}
+
+/** A part of an address as people read it; as it stands where it is no UTF-8. @param {string} part */
+function plain(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+/**
+ * @param {string} file
+ * @param {number} bytes
+ * @throws {LimitError} there is no such memory
+ */
+function room(file, bytes) {
+  try {
+    return new Uint8Array(bytes);
+  } catch {
+    const size = (bytes / 1e9).toFixed(1);
+    throw new LimitError(
+      `${file} has ${size} GB, for which there is no memory here; use a bundle in fewer bits, or split into shards`,
+    );
   }
 }
 

@@ -1,6 +1,7 @@
 /** A bundle behind whatever holds its files: opened, checked file by file before anything reads it, and handed out as bytes. */
 
-import { BundleError, InputError, checkCancelled } from './errors.mjs';
+import { BundleError, InputError, checkCancelled, shown } from './errors.mjs';
+import { checkManifest } from './graph_interface.mjs';
 import { MANIFEST_FILE, parseManifest } from './manifest.mjs';
 import { Safetensors } from './safetensors.mjs';
 
@@ -14,6 +15,10 @@ const MOST_MANIFEST = 1 << 26;
  *   where no answer came
  * @property {((name: string) => string) | undefined} [path] of a file, where there is a file system
  * @property {((entry: import('./manifest.mjs').FileEntry, bytes: Uint8Array) => Promise<void>) | undefined} [keep] called with what was found to be right
+ * @property {((bytes: Uint8Array) => Promise<void>) | undefined} [keepManifest] the same for a manifest
+ * @property {((entry: import('./manifest.mjs').FileEntry) => Promise<boolean>) | undefined} [drop] called with what was found to be wrong; true where it was a copy that
+ *   was kept, so that reading again may help
+ * @property {((name: string, bytes: number) => Promise<Uint8Array>) | undefined} [head] the first bytes of a file that need not be read whole
  *
  * @typedef {{entry?: import('./manifest.mjs').FileEntry, most: number, signal?: AbortSignal, onBytes?: (bytes: number, cached: boolean) => void}} ReadOptions
  *   `most`: bytes beyond which it must be another file
@@ -36,6 +41,8 @@ export class Bundle {
     this.cachedBytes = 0;
     /** @type {Map<string, Promise<Uint8Array>>} */
     this.files = new Map();
+    /** @type {Promise<number> | undefined} */
+    this.counted = undefined;
   }
 
   /**
@@ -59,6 +66,8 @@ export class Bundle {
       throw new BundleError(`${MANIFEST_FILE} is not UTF-8; copy the bundle again or export it again`);
     }
     const manifest = parseManifest(text);
+    checkManifest(manifest);
+    await source.keepManifest?.(bytes); // known to be one
     // Two bundles with the same id compute the same: sha256 over the hashes of all files, by the code points of their names.
     const names = Object.keys(manifest.files).sort(byCodePoint);
     const lines = names.map((name) => `${manifest.files[name].sha256} ${name}\n`).join('');
@@ -124,9 +133,37 @@ export class Bundle {
 
   /** How many numbers the model has. */
   async parameters() {
-    if (this.manifest.parameters !== null) return this.manifest.parameters;
+    return this.manifest.parameters ?? (await this.weights());
+  }
+
+  /**
+   * Looks at the weight files: each must be a whole safetensors file, and no two may have the same tensor.
+   * @returns {Promise<number>} how many numbers they hold together
+   * @throws {BundleError}
+   */
+  weights() {
+    this.counted ??= this.#weights();
+    return this.counted;
+  }
+
+  async #weights() {
+    /** @type {Map<string, string>} */
+    const places = new Map();
     let total = 0;
-    for (const name of this.manifest.weights) total += new Safetensors(name, await this.read(name)).numbers;
+    for (const name of this.manifest.weights) {
+      const { source } = this;
+      const read = source.head ? (/** @type {number} */ most) => source.head?.(name, most) : () => this.read(name);
+      const file = await Safetensors.header(name, /** @type {any} */ (read), this.manifest.files[name].bytes);
+      total += file.numbers;
+      for (const tensor of file.entries.keys()) {
+        if (places.has(tensor)) {
+          throw new BundleError(
+            `${shown(tensor)} lies in two weight files, ${places.get(tensor)} and ${name}; export the bundle again`,
+          );
+        }
+        places.set(tensor, name);
+      }
+    }
     return total;
   }
 
@@ -136,34 +173,43 @@ export class Bundle {
    */
   async #read(name, { signal, onBytes }) {
     const entry = this.manifest.files[name];
-    let cached = false;
-    const bytes = await this.source.read(name, {
-      entry,
-      most: entry.bytes,
-      signal,
-      onBytes: (done, from) => {
-        cached = from;
-        onBytes?.(done);
-      },
-    });
-    checkCancelled(signal);
-    if (bytes.byteLength !== entry.bytes) {
-      throw new BundleError(
-        `${name} has ${bytes.byteLength} bytes, the manifest says ${entry.bytes}; copy the bundle again or export it again`,
-      );
-    }
-    if (this.checked) {
-      const found = await sha256(bytes);
-      if (found !== entry.sha256) {
-        throw new BundleError(
-          `${name} is not what the manifest says: its sha256 is ${found.slice(0, 12)}…, expected ${entry.sha256.slice(0, 12)}…; copy the bundle again or ` +
-            `export it again`,
-        );
+    for (;;) {
+      let cached = false;
+      const bytes = await this.source.read(name, {
+        entry,
+        most: entry.bytes,
+        signal,
+        onBytes: (done, from) => {
+          cached = from;
+          onBytes?.(done);
+        },
+      });
+      checkCancelled(signal);
+      const problem = await this.#problem(name, entry, bytes);
+      if (!problem) {
+        if (this.checked) await this.source.keep?.(entry, bytes);
+        if (cached) this.cachedBytes += bytes.byteLength;
+        return bytes;
       }
-      await this.source.keep?.(entry, bytes);
+      // A copy that was kept and has been spoilt: what it is a copy of may still be right.
+      if (!(cached && (await this.source.drop?.(entry))))
+        throw new BundleError(`${problem}; copy the bundle again or export it again`);
     }
-    if (cached) this.cachedBytes += bytes.byteLength;
-    return bytes;
+  }
+
+  /**
+   * What is wrong with a file; empty where nothing is.
+   * @param {string} name
+   * @param {import('./manifest.mjs').FileEntry} entry
+   * @param {Uint8Array} bytes
+   */
+  async #problem(name, entry, bytes) {
+    if (bytes.byteLength !== entry.bytes)
+      return `${name} has ${bytes.byteLength} bytes, the manifest says ${entry.bytes}`;
+    if (!this.checked) return '';
+    const found = await sha256(bytes);
+    if (found === entry.sha256) return '';
+    return `${name} is not what the manifest says: its sha256 is ${found.slice(0, 12)}…, expected ${entry.sha256.slice(0, 12)}…`;
   }
 }
 

@@ -4,8 +4,9 @@
  * Symbols: B rows, L tokens, N layers of the kind MHF, S layers of sliding-window attention, D channels, K taps, W window, M lags.
  */
 
-import { BundleError } from './errors.mjs';
-import { checkPass, inside } from './limits.mjs';
+import { InputError } from './errors.mjs';
+import { lagsOf } from './graph_interface.mjs';
+import { checkIds, checkPass, inside } from './limits.mjs';
 
 /** Tokens of a block from which on `convolve_long` is the faster of the two. */
 export const LONG_BLOCK = 2048;
@@ -89,6 +90,12 @@ export class DecodeGraphs {
    */
   async logits(rows, positions, length = Math.max(...rows.map((row) => row.length))) {
     this.check(rows.length, length, positions[0].length);
+    for (const [row, ids] of rows.entries()) {
+      checkIds('input_ids', ids, this.spec.vocabSize);
+      if (ids.length > length) throw new InputError(`lengths: expected at most ${length}, found ${ids.length}`);
+      const bad = positions[row].find((position) => !(position >= 0 && position < length));
+      if (bad !== undefined) throw new InputError(`logit_positions: expected from 0 to ${length - 1}, found ${bad}`);
+    }
     const session = await this.session('forward');
     const { logits } = await session.run(this.#reading(rows, positions, length), ['logits']);
     return float32(logits);
@@ -225,21 +232,6 @@ export class DecodeGraphs {
       },
     }));
   }
-}
-
-/**
- * M, from the shape of the step graph's own input; 2 for a model that has no layer of that kind.
- * @param {Manifest} manifest
- */
-function lagsOf(manifest) {
-  const { mhf } = manifest.model;
-  if (!mhf.length) return 2;
-  const lags = manifest.graphs.step.inputs.find((tensor) => tensor.name === `past.${mhf[0]}.recent_v`)?.shape[0];
-  if (typeof lags === 'number' && lags >= 2 && Number.isInteger(Math.log2(lags))) return lags;
-  throw new BundleError(
-    `manifest.graphs.step.inputs: expected past.${mhf[0]}.recent_v with a power of two as its first size; manifest and graphs do not belong ` +
-      `together, export the checkpoint again`,
-  );
 }
 
 /**

@@ -63,7 +63,7 @@ export class Row {
   take(tokens, read, reach) {
     const count = tokens.length;
     const width = this.history.channels;
-    this.ids.push(...tokens);
+    for (const token of tokens) this.ids.push(token);
     this.carried = read.carried;
     this.history.append(count, (layer, stream) => read.streams[layer][stream]);
     read.mixed.forEach((mixed, layer) => {

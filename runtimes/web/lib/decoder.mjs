@@ -80,9 +80,11 @@ export class Decoder {
     });
   }
 
-  /** Gives what lies on a device back. */
-  async release() {
-    await this.#rest();
+  /** Gives what lies on a device back; nothing can be read or written afterwards. */
+  release() {
+    this.batch?.dispose();
+    this.batch = null;
+    this.whole = false;
   }
 
   /**

@@ -88,7 +88,7 @@ export async function generate(graphs, codec, prompts, options = {}) {
         );
     }
   } finally {
-    if (decoder.whole) await decoder.release();
+    decoder.release();
   }
   return rows.map((row, index) => ({
     promptIds: contexts[index],

@@ -73,6 +73,11 @@ export class GrowingRows {
     throw new Error('not implemented');
   }
 
+  /** Gives what lies on a device back, without writing anything to the rows. */
+  dispose() {
+    // for those who have something there
+  }
+
   /**
    * Called when a row's new token, at this position, is among the first M.
    * @param {number} index of the row

@@ -1,13 +1,17 @@
 /** A bundle's graphs on one provider, and its tokenizer. */
 
 import { DecodeGraphs } from './decode_graphs.mjs';
-import { NotRunError, PlacementError } from './errors.mjs';
+import { LimitError, NotRunError, PlacementError } from './errors.mjs';
 import { generate } from './generation.mjs';
+import { checkGraph } from './graph_interface.mjs';
+import { readGraph } from './onnx_graph.mjs';
 import { problemOf } from './placement.mjs';
 import { TextCodec } from './text.mjs';
 
+const COPIES = 3; // of the weights, where graphs cannot share them: forward, step, and extend once a text is long
+
 /**
- * What computes, as `node.mjs` and `browser.mjs` make it.
+ * What computes, as `engine_node.mjs` and `engine_browser.mjs` make it.
  * @typedef {object} Engine
  * @property {import('./session.mjs').Ort} ort
  * @property {string} ep as it was asked for
@@ -39,13 +43,17 @@ export class Model {
     /** @type {Record<string, import('./placement.mjs').Placement>} of each graph that was loaded and whose runtime tells */
     this.placements = {};
     const weights = bundle.manifest.weights.reduce((sum, name) => sum + bundle.manifest.files[name].bytes, 0);
+    // A copy of the weights for each graph that reads them, or one that is on its way to the device.
+    const left = engine.bytes === undefined ? undefined : engine.bytes - (engine.resident ? 1 : COPIES) * weights;
+    if (left !== undefined && left <= 0) {
+      throw new LimitError(
+        `the weights have ${(weights / 1e9).toFixed(1)} GB, and ${engine.title} has ${((engine.bytes ?? 0) / 1e9).toFixed(1)} GB for ${engine.resident ? 'one copy' : `${COPIES} copies`} and all ` +
+          `the rest; use a bundle in fewer bits (caracal quantize), or a server`,
+      );
+    }
     this.graphs = new DecodeGraphs(bundle.manifest, (graph) => this.#open(graph), {
       resident: engine.resident,
-      memory: () => ({
-        // A copy of the weights for each graph that reads them, and one more while the next is loaded.
-        bytes: engine.bytes === undefined ? undefined : engine.bytes - 3 * weights,
-        bufferBytes: engine.bufferBytes,
-      }),
+      memory: () => ({ bytes: left, bufferBytes: engine.bufferBytes }),
     });
     /** @type {TextCodec | null | undefined} */
     this.loadedCodec = undefined;
@@ -89,6 +97,9 @@ export class Model {
 
   /** @param {string} graph */
   async #open(graph) {
+    await this.bundle.weights();
+    const spec = this.bundle.manifest.graphs[graph];
+    checkGraph(spec, readGraph(await this.bundle.read(spec.file), spec.file), this.bundle.manifest.weights);
     const { session, placement } = await this.engine.open(this.bundle, graph);
     if (placement) {
       this.placements[graph] = placement;

@@ -7,8 +7,9 @@ import { BundleError } from './errors.mjs';
 
 /**
  * @typedef {{name: string, op: string, domain: string, inputs: string[], outputs: string[], attributes: Map<string, {i?: number, t?: Uint8Array}>}} Node
- * @typedef {{nodes: Node[], initializers: Map<string, {dtype: number, rank: number}>, inputs: Map<string, {dtype: number, rank: number | null}>,
- *   outputs: Set<string>}} Graph
+ * @typedef {{dtype: number, rank: number | null, shape?: (number | string)[] | null}} Type
+ * @typedef {{nodes: Node[], initializers: Map<string, Type>, inputs: Map<string, Type>, outputs: Set<string>, locations: Set<string>}} Graph
+ *   `locations`: files that tensors of the graph lie in, wherever in it they are
  */
 
 /** Element types of onnx.proto that are whole numbers or truth values. */
@@ -24,7 +25,18 @@ const BOOL = 9;
  */
 export function readGraph(bytes, name) {
   try {
-    for (const [field, value] of fields(bytes)) if (field === 7) return graph(/** @type {Uint8Array} */ (value));
+    /** @type {Graph | null} */
+    let found = null;
+    /** @type {Set<string>} */
+    const locations = new Set();
+    for (const [field, value] of fields(bytes)) {
+      if (field === 7) found = graph(/** @type {Uint8Array} */ (value), locations);
+      if (field !== 25) continue; // a function of the model's own
+      for (const [part, content] of fields(/** @type {Uint8Array} */ (value))) {
+        if (part === 7) node(/** @type {Uint8Array} */ (content), locations);
+      }
+    }
+    if (found) return found;
   } catch {
     // told below
   }
@@ -33,16 +45,17 @@ export function readGraph(bytes, name) {
 
 /**
  * @param {Uint8Array} bytes
+ * @param {Set<string>} locations added to
  * @returns {Graph}
  */
-function graph(bytes) {
+function graph(bytes, locations) {
   /** @type {Graph} */
-  const found = { nodes: [], initializers: new Map(), inputs: new Map(), outputs: new Set() };
+  const found = { nodes: [], initializers: new Map(), inputs: new Map(), outputs: new Set(), locations };
   for (const [field, value] of fields(bytes)) {
     const part = /** @type {Uint8Array} */ (value);
-    if (field === 1) found.nodes.push(node(part));
+    if (field === 1) found.nodes.push(node(part, locations));
     else if (field === 5) {
-      const { name, ...tensor } = tensorHead(part);
+      const { name, ...tensor } = tensorHead(part, locations);
       found.initializers.set(name, tensor);
     } else if (field === 11) {
       const { name, ...type } = valueInfo(part);
@@ -54,9 +67,10 @@ function graph(bytes) {
 
 /**
  * @param {Uint8Array} bytes
+ * @param {Set<string>} locations added to
  * @returns {Node}
  */
-function node(bytes) {
+function node(bytes, locations) {
   /** @type {Node} */
   const found = { name: '', op: '', domain: '', inputs: [], outputs: [], attributes: new Map() };
   for (const [field, value] of fields(bytes)) {
@@ -72,7 +86,11 @@ function node(bytes) {
       for (const [inner, content] of fields(/** @type {Uint8Array} */ (value))) {
         if (inner === 1) name = text(content);
         else if (inner === 3) attribute.i = Number(BigInt.asIntN(64, BigInt(/** @type {number | bigint} */ (content))));
-        else if (inner === 5) attribute.t = /** @type {Uint8Array} */ (content);
+        else if (inner === 6 || inner === 11) graph(/** @type {Uint8Array} */ (content), locations);
+        else if (inner === 5 || inner === 10) {
+          attribute.t = /** @type {Uint8Array} */ (content);
+          tensorHead(attribute.t, locations);
+        }
       }
       found.attributes.set(name, attribute);
     }
@@ -80,20 +98,34 @@ function node(bytes) {
   return found;
 }
 
-/** @param {Uint8Array} bytes of a TensorProto */
-function tensorHead(bytes) {
+/**
+ * @param {Uint8Array} bytes of a TensorProto
+ * @param {Set<string>} [locations] added to
+ */
+function tensorHead(bytes, locations) {
   const found = { name: '', dtype: 0, rank: 0 };
   for (const [field, value] of fields(bytes)) {
     if (field === 1) found.rank += value instanceof Uint8Array ? [...varints(value)].length : 1;
     else if (field === 2) found.dtype = Number(value);
     else if (field === 8) found.name = text(value);
+    else if (field === 13) {
+      const entry = new Map(
+        [...fields(/** @type {Uint8Array} */ (value))].map(([part, content]) => [part, text(content)]),
+      );
+      if (entry.get(1) === 'location') locations?.add(entry.get(2) ?? '');
+    }
   }
   return found;
 }
 
 /** @param {Uint8Array} bytes of a ValueInfoProto */
 function valueInfo(bytes) {
-  const found = { name: '', dtype: 0, rank: /** @type {number | null} */ (null) };
+  const found = {
+    name: '',
+    dtype: 0,
+    rank: /** @type {number | null} */ (null),
+    shape: /** @type {(number | string)[] | null} */ (null),
+  };
   for (const [field, value] of fields(bytes)) {
     if (field === 1) found.name = text(value);
     if (field !== 2) continue;
@@ -101,12 +133,24 @@ function valueInfo(bytes) {
       if (kind !== 1) continue;
       for (const [part, content] of fields(/** @type {Uint8Array} */ (tensor))) {
         if (part === 1) found.dtype = Number(content);
-        else if (part === 2)
-          found.rank = [...fields(/** @type {Uint8Array} */ (content))].filter(([dim]) => dim === 1).length;
+        else if (part === 2) found.shape = shapeOf(/** @type {Uint8Array} */ (content));
       }
     }
   }
+  found.rank = found.shape?.length ?? null;
   return found;
+}
+
+/**
+ * @param {Uint8Array} bytes of a TensorShapeProto
+ * @returns {(number | string)[]}
+ */
+function shapeOf(bytes) {
+  const dims = [...fields(bytes)].filter(([field]) => field === 1);
+  return dims.map(([, dim]) => {
+    const [[part, size] = [0, 0]] = fields(/** @type {Uint8Array} */ (dim));
+    return part === 1 ? Number(size) : part === 2 ? text(size) : '';
+  });
 }
 
 /**
@@ -220,14 +264,14 @@ export function shapeOnly(graph, { wholeNumbers = false } = {}) {
  * @param {Graph} graph
  */
 function inferTypes(graph) {
-  /** @type {Map<string, {dtype: number, rank: number | null}>} */
+  /** @type {Map<string, Type>} */
   const types = new Map([...graph.inputs, ...graph.initializers]);
   for (const node of graph.nodes) {
     const inputs = node.inputs.map((name) => types.get(name));
     const [first] = inputs;
     const ranks = inputs.map((type) => type?.rank ?? null);
     const most = ranks.includes(null) ? null : Math.max(0, .../** @type {number[]} */ (ranks));
-    /** @type {{dtype: number, rank: number | null} | undefined} */
+    /** @type {Type | undefined} */
     let type;
     if (node.op === 'Shape') type = { dtype: INT64, rank: 1 };
     else if (node.op === 'Size') type = { dtype: INT64, rank: 0 };

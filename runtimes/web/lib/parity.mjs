@@ -65,7 +65,7 @@ export async function runParity(bundle, engine, options = {}) {
     await model.load();
     row.timings.load_s = (performance.now() - began) / 1000;
     await compare(bundle, model, row, { quick, signal, progress, onResult });
-    row.timings = { ...row.timings, ...(await timings(bundle, model, row)) };
+    row.timings = { ...row.timings, ...(await timings(bundle, model, row, signal)) };
     if (!manifest.golden.cases.length)
       row.reason = 'the bundle has no golden forward pass to compare with; export it again';
   } catch (error) {
@@ -171,6 +171,11 @@ async function runCase(bundle, model, item, way, limit, signal) {
       );
     }
     const lengths = numbers(tensors.tensor(`${item.name}/lengths`, 'I64').data);
+    if (lengths.length !== item.batch || lengths.some((length) => !(length >= 1 && length <= item.length))) {
+      throw new BundleError(
+        `golden ${item.name}: lengths must be ${item.batch} numbers from 1 to ${item.length}, found [${lengths}]`,
+      );
+    }
     const positions = tensors.tensor(`${item.name}/logit_positions`, 'I64');
     const recorded = tensors.tensor(`${item.name}/logits`, 'F32');
     const columns = item.columns ? numbers(tensors.tensor(`${item.name}/columns`, 'I64').data) : null;
@@ -179,6 +184,20 @@ async function runCase(bundle, model, item, way, limit, signal) {
     const count = positions.dims[1];
     const width = columns ? columns.length : model.graphs.spec.vocabSize;
     const flat = numbers(positions.data);
+    if (
+      positions.dims[0] !== item.batch ||
+      positions.dims.length !== 2 ||
+      flat.some((at) => !(at >= 0 && at < item.length))
+    ) {
+      throw new BundleError(
+        `golden ${item.name}: logit_positions must be [${item.batch}, P] from 0 to ${item.length - 1}`,
+      );
+    }
+    if (`${recorded.dims}` !== `${[item.batch, count, width]}`) {
+      throw new BundleError(
+        `golden ${item.name}: expected logits of shape [${[item.batch, count, width]}], found [${recorded.dims}]`,
+      );
+    }
     const places = lengths.map((_, row) => flat.slice(row * count, (row + 1) * count));
     const rows = lengths.map((length, row) =>
       numbers(ids.data.subarray(row * item.length, row * item.length + length)),
@@ -345,9 +364,15 @@ async function runText(bundle, model, item, limit) {
     checkIds('text', ids, model.graphs.spec.vocabSize);
     const size = model.graphs.spec.vocabSize;
     const positions = Array.from({ length: ids.length - 1 }, (_, at) => at);
-    const logits = await model.graphs.logits([ids], [positions]);
+    const step = Math.max(1, Math.floor(LOGIT_BYTES / (4 * size)));
     let found = 0;
-    for (const at of positions) found -= logSoftmax(logits.subarray(at * size, (at + 1) * size))[ids[at + 1]];
+    for (let start = 0; start < positions.length; start += step) {
+      const piece = positions.slice(start, start + step);
+      const logits = await model.graphs.logits([ids], [piece]);
+      piece.forEach(
+        (at, index) => (found -= logSoftmax(logits.subarray(index * size, (index + 1) * size))[ids[at + 1]]),
+      );
+    }
     const [bits, expected] = [found, nats].map((value) => value / Math.LN2 / item.bytes);
     const difference = bits - expected;
     const right = Math.abs(difference) <= limit.bits_per_byte;
@@ -390,8 +415,9 @@ async function timed(head, signal, work) {
  * @param {Bundle} bundle
  * @param {Model} model
  * @param {Row} row
+ * @param {AbortSignal} [signal]
  */
-async function timings(bundle, model, row) {
+async function timings(bundle, model, row, signal) {
   const written = row.greedy.find(({ verdict }) => verdict === 'PASSED');
   const token = written ? (1e3 * written.seconds) / written.new_tokens : null;
   const length = Math.max(
@@ -403,11 +429,13 @@ async function timings(bundle, model, row) {
   const times = [];
   try {
     for (let turn = 0; turn <= REPEATS; turn++) {
+      checkCancelled(signal);
       const began = performance.now();
       await model.graphs.logits([ids], [[length - 1]]);
       times.push(performance.now() - began);
     }
-  } catch {
+  } catch (error) {
+    if (error instanceof CancelledError) throw error;
     return { token_ms: token };
   }
   const [, ...counted] = times; // after one that compiled and warmed up

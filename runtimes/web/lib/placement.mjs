@@ -67,17 +67,21 @@ export function fromLog(log) {
   let told = 0;
   for (const line of log.split('\n')) {
     if (!line.includes('VerifyEachNodeIsAssignedToAnEp')) continue;
-    const all = /All nodes placed on \[(\w+)\]\. Number of nodes: (\d+)/.exec(line);
+    const all = /VerifyEachNodeIsAssignedToAnEp\] +All nodes placed on \[(\w+)\]\. Number of nodes: (\d+)\s*$/.exec(
+      line,
+    );
     if (all) {
       const nameless = { provider: all[1], operator: '', name: '' };
       return Array.from({ length: Number(all[2]) }, () => nameless);
     }
-    const head = /Node\(s\) placed on \[(\w+)\]\. Number of nodes: (\d+)/.exec(line);
+    const head = /VerifyEachNodeIsAssignedToAnEp\] +Node\(s\) placed on \[(\w+)\]\. Number of nodes: (\d+)\s*$/.exec(
+      line,
+    );
     if (head) {
       provider = head[1];
       told += Number(head[2]);
     }
-    const node = !head && / (\w+) \((.*)\)\s*$/.exec(line);
+    const node = !head && /VerifyEachNodeIsAssignedToAnEp\] +(\w+) \((.*)\)\s*$/.exec(line);
     if (node) found.push({ provider, operator: node[1], name: node[2] });
   }
   return found.length === told ? found : []; // half a list would hide what ran elsewhere

@@ -35,7 +35,7 @@ export async function bySteps(graphs, rows, columns, signal) {
       active.forEach((row, at) => found.set(`${row},${heads[row].length + step}`, kept(logits[at], columns)));
     }
   } finally {
-    if (decoder.whole) await decoder.release();
+    decoder.release();
   }
 }
 
@@ -63,7 +63,7 @@ export async function byChunks(graphs, rows, columns, signal) {
         found.set(`${index},${done - 1}`, kept(logits, columns));
       }
     } finally {
-      if (decoder.whole) await decoder.release();
+      decoder.release();
     }
   }
   return found;

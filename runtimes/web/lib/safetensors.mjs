@@ -26,10 +26,12 @@ export class Safetensors {
   /**
    * Parses and checks the header.
    * @param {string} name of the file, for messages
-   * @param {Uint8Array} bytes the whole file
+   * @param {Uint8Array} bytes the whole file, or as much of it as its header is long
+   * @param {number} [whole] bytes of the whole file
    * @throws {BundleError} it is not a whole safetensors file
    */
-  constructor(name, bytes) {
+  constructor(name, bytes, whole = bytes.byteLength) {
+    this.whole = whole;
     this.name = name;
     this.bytes = new Uint8Array(bytes.buffer, bytes.byteOffset, bytes.byteLength); // a Buffer of Node would not copy when it is sliced
     const head = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
@@ -50,6 +52,20 @@ export class Safetensors {
       if (tensor !== '__metadata__') this.entries.set(tensor, this.#entry(tensor, value, 8 + size));
     }
     this.#checkGapless(8 + size);
+  }
+
+  /**
+   * The header alone, of a file that need not be in memory.
+   * @param {string} name
+   * @param {(bytes: number) => Promise<Uint8Array>} read the first bytes of the file, or more of them
+   * @param {number} whole bytes of the whole file
+   * @throws {BundleError} it is not a whole safetensors file
+   */
+  static async header(name, read, whole) {
+    const prefix = await read(8);
+    const size = prefix.byteLength < 8 ? 0n : new DataView(prefix.buffer, prefix.byteOffset).getBigUint64(0, true);
+    const head = size > MAX_HEADER ? prefix : await read(8 + Number(size));
+    return new Safetensors(name, head, whole);
   }
 
   /** How many numbers the tensors hold together. */
@@ -103,8 +119,7 @@ export class Safetensors {
       if (entry.begin !== at) throw this.#broken('its tensors overlap or leave gaps');
       at = entry.end;
     }
-    if (at !== this.bytes.byteLength)
-      throw this.#broken(`its tensors end at byte ${at}, the file at ${this.bytes.byteLength}`);
+    if (at !== this.whole) throw this.#broken(`its tensors end at byte ${at}, the file at ${this.whole}`);
   }
 
   /** @param {string} why */

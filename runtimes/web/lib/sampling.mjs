@@ -106,6 +106,11 @@ export function samplingOptions(given, vocabSize) {
 
 /** @param {unknown} seed */
 function checkSeed(seed) {
+  if (typeof seed === 'number' && !Number.isSafeInteger(seed)) {
+    throw new InputError(
+      `--seed: a number beyond 2^53 has lost its last digits; pass a bigint or decimal digits, found ${seed}`,
+    );
+  }
   const text = String(seed).trim();
   const value = /^\d{1,20}$/.test(text) ? BigInt(text) : -1n;
   if (value < 0n || value > MASK)
@@ -185,26 +190,17 @@ function draw(scores, options, uniform) {
   const largest = scores[argmax(scores)];
   const weights = scores.map((score) => Math.exp((score - largest) / options.temperature));
   const count = Math.min(options.topK || scores.length, scores.length);
-  if (count === scores.length && count > HEAD) {
-    const ids = ranked(scores, HEAD);
+  const at = (/** @type {number[]} */ ids) => Float64Array.from(ids, (id) => weights[id]);
+  if (count === scores.length) {
     const total = weights.reduce((sum, weight) => sum + weight, 0);
-    const place = pick(
-      Float64Array.from(ids, (id) => weights[id]),
-      total,
-      options,
-      uniform,
-    );
-    if (place < HEAD) return ids[place];
+    for (let head = HEAD; head < count; head *= 8) {
+      const ids = ranked(scores, head);
+      const place = pick(at(ids), total, options, uniform);
+      if (place < head) return ids[place];
+    }
   }
   const ids = ranked(scores, count);
-  return ids[
-    pick(
-      Float64Array.from(ids, (id) => weights[id]),
-      null,
-      options,
-      uniform,
-    )
-  ];
+  return ids[pick(at(ids), null, options, uniform)];
 }
 
 /**
@@ -213,14 +209,35 @@ function draw(scores, options, uniform) {
  * @param {number} count
  */
 function ranked(scores, count) {
-  let ids = Int32Array.from(scores, (_, id) => id);
-  if (count < scores.length) {
-    const border = scores.slice().sort()[scores.length - count];
-    const above = ids.filter((id) => scores[id] > border);
-    const equal = ids.filter((id) => scores[id] === border).slice(0, count - above.length);
-    ids = Int32Array.from([...above, ...equal]);
+  const border = count < scores.length ? nth(scores, count) : -Infinity;
+  const above = [];
+  const equal = [];
+  for (let id = 0; id < scores.length; id++) {
+    if (scores[id] > border) above.push(id);
+    else if (scores[id] === border) equal.push(id);
   }
-  return ids.sort((a, b) => scores[b] - scores[a] || a - b);
+  return above.concat(equal.slice(0, count - above.length)).sort((a, b) => scores[b] - scores[a] || a - b);
+}
+
+/**
+ * The n-th largest value: a heap of the n largest so far, the least of them on top. Most values of a vocabulary never enter it.
+ * @param {Float64Array} values
+ * @param {number} n
+ */
+function nth(values, n) {
+  const heap = values.slice(0, n).sort();
+  for (let at = n; at < values.length; at++) {
+    if (values[at] <= heap[0]) continue;
+    let place = 0;
+    for (let child = 1; child < n; child = 2 * place + 1) {
+      if (child + 1 < n && heap[child + 1] < heap[child]) child += 1;
+      if (heap[child] >= values[at]) break;
+      heap[place] = heap[child];
+      place = child;
+    }
+    heap[place] = values[at];
+  }
+  return heap[0];
 }
 
 /**

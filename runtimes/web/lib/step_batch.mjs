@@ -6,6 +6,7 @@
  * overwrite one slot of a ring of W.
  */
 
+import { keySlots, rowsOfKeys, rowsOfValues, valueSlots } from './attention_slots.mjs';
 import { GrowingRows, HIDDEN } from './growing_rows.mjs';
 
 export class StepBatch extends GrowingRows {
@@ -89,30 +90,15 @@ export class StepBatch extends GrowingRows {
 
   async leave() {
     const { spec } = this.graphs;
-    const { hiddenSize: width, slidingWindow: window, convKernel, numHeads } = spec;
-    const size = width / numHeads;
-    const taps = (convKernel - 1) * width;
+    const taps = (spec.convKernel - 1) * spec.hiddenSize;
+    const state = spec.slidingWindow * spec.hiddenSize;
     this.rows.forEach((row, index) => {
-      const rowOf = (/** @type {Float32Array} */ array, /** @type {number} */ length) =>
-        array.subarray(index * length, (index + 1) * length);
-      const ordered = (/** @type {Float32Array} */ array, /** @type {boolean} */ keys) => {
-        const own = rowOf(array, window * width);
-        const found = new Float32Array(window * width);
-        for (let slot = 0; slot < window; slot++) {
-          const from = (slot + this.clock) % window;
-          for (let head = 0; head < numHeads; head++) {
-            for (let c = 0; c < size; c++) {
-              const at = keys ? (head * size + c) * window + from : (head * window + from) * size + c;
-              found[slot * width + head * size + c] = own[at];
-            }
-          }
-        }
-        return found;
-      };
+      const own = (/** @type {Float32Array} */ array, /** @type {number} */ size) =>
+        array.subarray(index * size, (index + 1) * size);
       row.carried = {
-        conv: this.conv.map((array) => rowOf(array, taps).slice()),
-        keys: this.keys.map((array) => ordered(array, true)),
-        values: this.values.map((array) => ordered(array, false)),
+        conv: this.conv.map((array) => own(array, taps).slice()),
+        keys: this.keys.map((array) => rowsOfKeys(own(array, state), spec, this.clock)),
+        values: this.values.map((array) => rowsOfValues(own(array, state), spec, this.clock)),
       };
     });
   }
@@ -123,7 +109,7 @@ export class StepBatch extends GrowingRows {
    */
   #enter(index, row) {
     const { lags, mhf, swa, spec } = this.graphs;
-    const { hiddenSize: width, slidingWindow: window, convKernel, numHeads } = spec;
+    const { hiddenSize: width, slidingWindow: window, convKernel } = spec;
     const batch = this.rows.length;
     mhf.forEach((_, layer) => {
       for (const stream of [0, 1]) {
@@ -142,17 +128,10 @@ export class StepBatch extends GrowingRows {
       }
       this.conv[layer].set(row.carried.conv[layer], index * (convKernel - 1) * width);
     });
-    const size = width / numHeads;
+    const state = window * width;
     swa.forEach((_, layer) => {
-      const base = index * window * width;
-      const [keys, values] = [row.carried.keys[layer], row.carried.values[layer]];
-      for (let slot = 0; slot < window; slot++) {
-        for (let channel = 0; channel < width; channel++) {
-          const head = Math.floor(channel / size);
-          this.keys[layer][base + channel * window + slot] = keys[slot * width + channel];
-          this.values[layer][base + (head * window + slot) * size + (channel % size)] = values[slot * width + channel];
-        }
-      }
+      keySlots(row.carried.keys[layer], spec, this.keys[layer].subarray(index * state, (index + 1) * state));
+      valueSlots(row.carried.values[layer], spec, this.values[layer].subarray(index * state, (index + 1) * state));
     });
     this.mask.fill(HIDDEN, index * window, index * window + Math.max(0, window - row.known));
   }
