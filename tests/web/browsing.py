@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "export/caracal_export/checkpoints/kjv"
 PROBE = Path(caracal_runtimes.__file__).parent / "probe_bundle"  # no tokenizer: ids go in and come out
-OPEN_SECONDS = 60
+OPEN_SECONDS = 120
 STORED = "from this browser\u2019s store"  # what the page says of files that were not fetched
 # A page that is never blocked counts this often; counting starts before the page's own scripts.
 COUNTER = """
@@ -41,7 +41,7 @@ COUNTER = """
 def run_caracal(*arguments: object, code: int = 0) -> str:
     """Standard output of a command that must end with `code`."""
     command = [sys.executable, "-m", "caracal_runtimes", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, f"{arguments[0]}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 

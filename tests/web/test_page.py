@@ -14,6 +14,8 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "And it came to pass"
 LONG = 4000  # new tokens; more than a test waits for
+WARM_MS = 3000  # to load what is stored and to write the first token
+WARM_BARE = 15  # times a bare compilation of the runtime, on a machine that is slow in everything
 Begin = Callable[..., Visit]
 
 
@@ -33,14 +35,30 @@ def test_text_is_that_of_the_command(visit: Begin, demo: Path, demo_url: str) ->
     assert tab.write(PROMPT, **{**sampled, "seed": 8}) != written(demo, **sampled)
 
 
+COMPILE = """
+async () => {
+  const bytes = await (await fetch('ort/ort-wasm-simd-threaded.wasm')).arrayBuffer();
+  const began = performance.now();
+  await WebAssembly.compile(bytes);
+  return performance.now() - began;
+}
+"""
+
+
 def test_first_token_after_a_warm_load_is_soon(visit: Begin, demo_url: str) -> None:
     tab = visit().tab(demo_url)
-    tab.page.reload()
-    tab.reaches("ready")
-    assert STORED in tab.fact("Files")
-    tab.write(PROMPT, max_new_tokens=8)
-    loading, first = milliseconds(tab.fact("Loaded in")), milliseconds(tab.shown("#first-token"))
-    assert loading + first <= 3000, f"{loading} ms to load, {first} ms to the first token"
+    tries = []
+    for _ in range(3):  # what else this machine does is not the page's
+        bare = tab.page.evaluate(COMPILE)
+        tab.page.reload()
+        tab.reaches("ready")
+        assert STORED in tab.fact("Files")
+        tab.write(PROMPT, max_new_tokens=8)
+        took = milliseconds(tab.fact("Loaded in")) + milliseconds(tab.shown("#first-token"))
+        tries.append((took, max(WARM_MS, WARM_BARE * bare)))
+        if took <= tries[-1][1]:
+            return
+    pytest.fail(f"milliseconds to the first token, and at most: {tries}")
 
 
 def test_writing_stops_at_once_and_goes_on_anew(visit: Begin, demo_url: str) -> None:
@@ -80,11 +98,14 @@ def test_the_page_never_waits(visit: Begin, demo_url: str) -> None:
     gaps["writing"] = tab.longest_gap()
     tab.compare(quick=True)
     gaps["comparing"] = tab.longest_gap()
-    assert max(gaps.values()) <= 500, gaps
+    tab.page.wait_for_timeout(1000)
+    most = max(500, 3 * tab.longest_gap())  # more only where the machine keeps an idle page waiting as well
+    assert max(gaps.values()) <= most, (gaps, most)
     # A page that does wait shows.
-    tab.page.evaluate("() => { const began = performance.now(); while (performance.now() - began < 700); }")
+    block = "(ms) => { const began = performance.now(); while (performance.now() - began < ms); }"
+    tab.page.evaluate(block, most + 200)
     tab.page.wait_for_timeout(100)
-    assert tab.longest_gap() > 500
+    assert tab.longest_gap() > most
 
 
 def test_nothing_is_asked_of_another_host(visit: Begin, probe_url: str) -> None:

@@ -46,9 +46,7 @@ def test_all_goldens_pass_in_webassembly(visit: Begin, demo: Path, demo_url: str
     assert "PASSED" in tab.shown("#verdict")
     (provider,) = report["providers"]
     golden = Bundle.open(demo).manifest.golden
-    assert [case["name"] for case in provider["cases"]] == [case.name for case in golden.cases] or len(
-        provider["cases"]
-    ) > len(golden.cases)
+    assert {case.name for case in golden.cases} <= {case["name"] for case in provider["cases"]}
     assert {one["name"] for one in provider["greedy"]} == {one.name for one in golden.greedy}
     assert provider["text"]["verdict"] == "PASSED"
     assert not provider["quick"]
@@ -64,7 +62,7 @@ def test_webgpu_passes_and_computes_everything_itself(visit: Begin, probe_url: s
     tab = visit(gpu=True).tab(probe_url)
     tab.reopen("webgpu")
     assert tab.fact("Runs on").startswith("WebGPU (")
-    report = tab.compare(quick=True)
+    report = tab.compare(quick=True, seconds=250)  # some seconds where nothing else runs
     assert report["verdict"] == "PASSED"
     assert 0 < worst_l2(report) <= 1e-4
     (provider,) = report["providers"]
@@ -94,15 +92,11 @@ def forged(tmp_path: Path) -> Path:
     return bundle
 
 
-@pytest.mark.parametrize(("provider", "level"), [("wasm", "strict"), ("webgpu", "close")])
-def test_one_altered_weight_fails(visit: Begin, forged: Path, tmp_path: Path, provider: str, level: str) -> None:
+def test_one_altered_weight_fails(visit: Begin, forged: Path, tmp_path: Path) -> None:
     with served(forged) as url:
-        tab = visit(gpu=provider == "webgpu").tab(url)
-        if provider != "wasm":
-            tab.reopen(provider)
+        tab = visit().tab(url)
         report = tab.compare(quick=True)
     assert report["verdict"] == "FAILED"
-    assert report["providers"][0]["level"] == level
     assert tab.shown("#verdict").startswith("FAILED")
     assert tab.page.locator("#verdict").get_attribute("data-verdict") == "FAILED"
     assert tab.page.locator("#parity-rows tr[data-verdict=FAILED]").count() > 0
