@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from caracal_runtimes.errors import BundleError, InputError
-from caracal_runtimes.web_files import ChangedError, Site, SiteFile
+from caracal_runtimes.web_files import VERSION_FILE, ChangedError, Site, SiteFile, version_text
 from caracal_runtimes.web_server import HEADERS
 
 FORMAT = "caracal-web-export"
@@ -49,23 +49,24 @@ def export_site(site: Site, target: Path, *, overwrite: bool = False, check_hash
     with _staged(target, overwrite=overwrite) as folder:
         listed: dict[str, dict[str, object]] = {}
         for name, file in sorted(site.files.items()):
-            if name:  # the empty one is the index again
+            if name not in ("", VERSION_FILE):  # the empty one is the index again
                 size, sha256 = _copy(name, file, folder / name, check_hashes)
                 listed[name] = {"bytes": size, "sha256": sha256}
-        for name, text in _host_files().items():
-            _write(folder / name, text.encode())
-            listed[name] = {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        hashes = {name: str(entry["sha256"]) for name, entry in listed.items()}
+        for name, content in {VERSION_FILE: version_text(hashes), **_host_files()}.items():
+            _write(folder / name, content)
+            listed[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         _write(folder / LIST_FILE, json.dumps({"format": FORMAT, "files": listed}, indent=2).encode() + b"\n")
         sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     return Exported(len(sizes), sum(sizes), max(sizes))
 
 
-def _host_files() -> dict[str, str]:
+def _host_files() -> dict[str, bytes]:
     """Files that tell some hosts what to do, and that others serve as any other."""
     lines = [f"  {name}: {value}" for name, value in HEADERS.items()]
     return {
-        "_headers": "\n".join(["/*", *lines, ""]),
-        ".nojekyll": "",  # no file is to be left out for its name, or turned into a page
+        "_headers": "\n".join(["/*", *lines, ""]).encode(),
+        ".nojekyll": b"",  # no file is to be left out for its name, or turned into a page
     }
 
 

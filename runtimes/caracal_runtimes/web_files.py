@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,9 @@ from caracal_runtimes.manifest import MANIFEST_FILE, SIGNATURE_FILE, Manifest
 from caracal_runtimes.web_packages import PACKAGES
 
 INDEX = "index.html"
+#: Says which version of the page this is: the service worker keeps one cache for each, and never mixes them.
+VERSION_FILE = "site.json"
+_VERSION_FORMAT = "caracal-web-site"
 _SERVICE_WORKER = "service-worker.js"  # a worker may only control what lies below its own URL
 _BINARY, _TEXT = "application/octet-stream", "text/plain; charset=utf-8"
 #: Files of the page and the library; what has another extension is not served.
@@ -88,6 +92,7 @@ class SiteFile:
     Args:
         type: its media type.
         data: its content where it is kept in memory, instead of `path`.
+        make: gives its content where that follows from other files, instead of `path`.
         path: where it lies.
         root: the folder, without links, that `path` must still lie in when it is opened.
         sha256: what the manifest says, for a file of the bundle.
@@ -96,6 +101,7 @@ class SiteFile:
 
     type: str
     data: bytes | None = None
+    make: Callable[[], bytes] | None = None
     path: Path = Path()
     root: Path = Path()
     sha256: str = ""
@@ -105,6 +111,9 @@ class SiteFile:
         """Opens it for reading. Raises ChangedError."""
         if self.data is not None:
             return OpenFile(io.BytesIO(self.data), len(self.data), f'"{self.sha256}"')
+        if self.make is not None:
+            data = self.make()
+            return OpenFile(io.BytesIO(data), len(data), f'"{hashlib.sha256(data).hexdigest()}"')
         try:
             if self.path.parent.resolve(strict=True) != self.path.parent or not self.path.is_relative_to(self.root):
                 raise ChangedError(f"{self.path.name} lies behind a link now")
@@ -167,9 +176,50 @@ def list_site(bundle: Bundle, web: Path, node_modules: Path) -> Site:
     files |= _list_packages(node_modules)
     if licence := _own_licence():
         files["LICENSE"] = _in_memory(licence.encode(), _TEXT)
+    files[VERSION_FILE] = SiteFile(_TYPES[".json"], make=_Version(files).text)
     files |= {f"bundle/{name}": file for name, file in _list_bundle(bundle)}
     name = "".join(c if c.isprintable() else "?" for c in bundle.path.resolve().name) or "bundle"
     return Site(name, sum(entry.bytes for entry in bundle.manifest.files.values()), files)
+
+
+def belongs_to_page(name: str) -> bool:
+    """Whether the page loads a file of the site; its bundle, its service worker and the licences are other matters."""
+    folder, _, rest = name.partition("/")
+    if name == INDEX:
+        return True
+    return folder in ("page", "lib", "ort", "tokenizers") and rest not in ("LICENSE", INDEX, _SERVICE_WORKER)
+
+
+def version_text(hashes: Mapping[str, str]) -> bytes:
+    """The content of `VERSION_FILE`: sha256 of each file that the page loads, and one digest over them all.
+
+    Args:
+        hashes: URL path → sha256; what is not the page's is left out.
+    """
+    files = {name: sha256 for name, sha256 in sorted(hashes.items()) if belongs_to_page(name)}
+    version = hashlib.sha256("".join(f"{sha256} {name}\n" for name, sha256 in files.items()).encode()).hexdigest()
+    return json.dumps({"format": _VERSION_FORMAT, "version": version, "files": files}, indent=2).encode() + b"\n"
+
+
+class _Version:
+    """The version of the page as its files are now: they may be edited while they are served."""
+
+    def __init__(self, files: Mapping[str, SiteFile]) -> None:
+        self._files = {name: file for name, file in files.items() if belongs_to_page(name)}
+        self._known: dict[str, tuple[str, str]] = {}  # name → etag and sha256
+
+    def text(self) -> bytes:
+        """Reads what has changed since the last time. Raises ChangedError."""
+        return version_text({name: self._hash(name, file) for name, file in self._files.items()})
+
+    def _hash(self, name: str, file: SiteFile) -> str:
+        opened = file.open()
+        with opened.file as content:
+            etag, sha256 = self._known.get(name, ("", ""))
+            if etag != opened.etag:
+                sha256 = hashlib.file_digest(content, "sha256").hexdigest()  # type: ignore[arg-type]
+                self._known[name] = (opened.etag, sha256)
+        return sha256
 
 
 def _own_licence() -> str | None:

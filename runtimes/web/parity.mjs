@@ -1,34 +1,20 @@
 #!/usr/bin/env node
 /** Compares a provider of Node with the PyTorch outputs recorded in a bundle: the verdict, exit codes and JSON of `caracal parity`. */
 
-import {
-  RUNTIME_OPTIONS,
-  checkWritable,
-  epOptions,
-  integer,
-  interrupted,
-  main,
-  progressLine,
-  writeWhole,
-} from './lib/command.mjs';
+import { checkWritable, writeWhole } from './lib/command_files.mjs';
+import { RUNTIME_OPTIONS, epOptions, integer, interrupted, main, print, progressLine } from './lib/command.mjs';
+import { missingEngine, nodeEngine } from './lib/engine_node.mjs';
+import { NotRunError } from './lib/errors.mjs';
 import { scientific } from './lib/metrics.mjs';
-import {
-  EXIT_CODES,
-  nodeEngine,
-  openFolder,
-  openModel,
-  runParity,
-  verdictLine,
-  verdictOf,
-  wholeReport,
-} from './lib/node.mjs';
+import { EXIT_CODES, openFolder, runParity, verdictLine, verdictOf, wholeReport } from './lib/node.mjs';
+import { checkRequest } from './lib/node_providers.mjs';
 
 const USAGE = `usage: node parity.mjs BUNDLE [--ep NAME] [--json FILE]
 
 Compares a provider with the PyTorch outputs recorded in the bundle. Exit code 0 when everything agrees, 1 when something does not, 3 when
 nothing could be compared.
 
-  --ep NAME             cpu (default), wasm, webgpu, dml, cuda, tensorrt, coreml: those that this build has
+  --ep NAME             cpu (default), wasm, webgpu, directml, cuda, tensorrt, coreml: those that this build has
   --ep-option K=V       option for the provider; may be repeated
   --allow-fallback      accept that other providers run what this one cannot
   --threads N           threads (default: one per core)
@@ -41,29 +27,34 @@ nothing could be compared.
 await main(
   'parity',
   USAGE,
-  { ...RUNTIME_OPTIONS, level: { type: 'string' }, quick: { type: 'boolean', default: false } },
+  {
+    ...RUNTIME_OPTIONS,
+    json: { type: 'string' },
+    level: { type: 'string' },
+    quick: { type: 'boolean', default: false },
+  },
   async (values, path) => {
-    if (values.json !== undefined) await checkWritable(values.json);
+    if (values.json !== undefined) await checkWritable('--json', values.json, path);
+    const settings = { threads: integer('--threads', values.threads), options: epOptions(values['ep-option']) };
+    checkRequest(values.ep, settings);
     const signal = interrupted();
-    const engine = await nodeEngine(values.ep, {
-      threads: integer('--threads', values.threads),
-      options: epOptions(values['ep-option']),
+    const bundle = await openFolder(path, { checkHashes: !values['no-check'], signal });
+    const engine = await nodeEngine(values.ep, settings).catch((error) => {
+      if (!(error instanceof NotRunError)) throw error;
+      return missingEngine(values.ep, settings, error);
     });
-    const bundle = await openFolder(path, { checkHashes: !values['no-check'] });
-    const model = await openModel(bundle, engine, { allowFallback: true });
     const row = await runParity(bundle, engine, {
       level: values.level,
       quick: values.quick,
       allowFallback: values['allow-fallback'],
       signal,
-      model,
       progress: (what, done, total) => progressLine(`${done}/${total}  ${what}`),
     });
     progressLine('');
-    const report = wholeReport(bundle, row, engine.machine);
-    const text = `${JSON.stringify(report, null, 2)}\n`;
-    if (values.json !== undefined) await writeWhole(values.json, text);
-    process.stdout.write(values.format === 'json' ? text : `${table(row)}\n\n${verdictLine(bundle, row)}\n`);
+    const text = `${JSON.stringify(wholeReport(bundle, row, engine.machine), null, 2)}\n`;
+    const lines = row.cases.length ? [table(row), '', verdictLine(bundle, row)] : [verdictLine(bundle, row)];
+    await print(values.format === 'json' ? text : `${lines.join('\n')}\n`);
+    if (values.json !== undefined) await writeWhole('--json', values.json, text);
     return EXIT_CODES[verdictOf(row)];
   },
 );
@@ -93,12 +84,7 @@ function table(row) {
     ]);
   }
   const widths = lines[0].map((_, column) =>
-    Math.max(
-      ...lines
-        .slice(0, -1)
-        .concat(lines.slice(-1))
-        .map((line) => (column === 6 ? 0 : line[column].length)),
-    ),
+    Math.max(...lines.map((line) => (column === 6 ? 0 : line[column].length))),
   );
   const found = lines.map((line) =>
     line

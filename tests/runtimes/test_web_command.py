@@ -161,6 +161,38 @@ def test_every_kind_of_file_is_sent_whole_with_its_type(server: WebServer, parts
     assert b"Apache License" in ask(server, "/LICENSE").body
 
 
+def version_of(server: WebServer) -> tuple[str, dict[str, str]]:
+    found = ask(server, "/site.json")
+    assert (found.status, found.headers["Content-Type"]) == (200, "application/json")
+    data = json.loads(found.body)
+    assert data.keys() == {"format", "version", "files"}
+    assert data["format"] == "caracal-web-site"
+    return data["version"], data["files"]
+
+
+def test_the_version_names_what_the_page_loads(server: WebServer) -> None:
+    version, files = version_of(server)
+    packages = {f"{package.served_at}/{name}" for package in PACKAGES for name in package.files}
+    own = {"index.html", "page/page.mjs", "page/page.css", "page/icon.svg", "lib/index.mjs"}
+    assert files.keys() == own | packages
+    for name, sha256 in files.items():
+        assert hashlib.sha256(ask(server, f"/{name}").body).hexdigest() == sha256, name
+    etag = ask(server, "/site.json").headers["ETag"]
+    assert ask(server, "/site.json", If_None_Match=etag).status == 304
+    assert version_of(server) == (version, files)
+
+
+def test_a_page_that_was_edited_is_another_version_and_another_bundle_is_not(server: WebServer, parts: Parts) -> None:
+    before, files = version_of(server)
+    (parts.web / "lib/index.mjs").write_bytes(b"export const a = 3;\n")
+    version, edited = version_of(server)
+    assert version != before
+    assert {name for name in files if files[name] != edited[name]} == {"lib/index.mjs"}
+    (parts.bundle / "manifest.sig").write_bytes(bytes(64))
+    with running(site_of(parts)) as other:
+        assert version_of(other) == (version, edited)
+
+
 def test_every_file_of_the_bundle_is_served_and_its_hash_is_its_etag(server: WebServer, parts: Parts) -> None:
     for name, entry in Bundle.open(parts.bundle).manifest.files.items():
         found = ask(server, f"/bundle/{name}")

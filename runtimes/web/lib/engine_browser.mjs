@@ -69,6 +69,8 @@ export async function browserEngine(ep, { threads = 1, base }) {
         executionProviders: [ep],
         externalData,
         logSeverityLevel: 4,
+        // Beside int4 weights, ONNX Runtime would round what they are multiplied with to 8 bits.
+        extra: { session: { qdq_matmulnbits_accuracy_level: '1' } },
         ...(graph === 'step_resident' && ep === 'webgpu' ? { preferredOutputLocation: places } : {}),
       };
       try {

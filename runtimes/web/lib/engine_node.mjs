@@ -1,78 +1,62 @@
 /** Providers in Node: those of onnxruntime-node, and WebAssembly. */
 
-import { readFile, rm } from 'node:fs/promises';
+import { readFile } from 'node:fs/promises';
 import { createRequire } from 'node:module';
 import os from 'node:os';
 import path from 'node:path';
 
-import { InputError, NotRunError } from './errors.mjs';
-import { readGraph } from './onnx_graph.mjs';
-import { fromProfile, sortNodes } from './placement.mjs';
+import { LimitError, NotRunError } from './errors.mjs';
+import { measured } from './node_placement.mjs';
+import { checkRequest } from './node_providers.mjs';
 import { Session, firstLine } from './session.mjs';
 
-/** @typedef {{title: string, own: string, backend?: string, option?: string, level: string}} Provider */
-
-/** What `--ep` takes. @type {Record<string, Provider>} */
-const PROVIDERS = {
-  cpu: { title: 'CPU', own: 'CPUExecutionProvider', level: 'strict' },
-  wasm: { title: 'WebAssembly', own: 'CPUExecutionProvider', level: 'strict' },
-  webgpu: { title: 'WebGPU', own: 'WebGpuExecutionProvider', level: 'close' },
-  dml: { title: 'DirectML', own: 'DmlExecutionProvider', level: 'strict' },
-  cuda: { title: 'CUDA', own: 'CUDAExecutionProvider', level: 'strict' },
-  tensorrt: { title: 'TensorRT', own: 'TensorrtExecutionProvider', level: 'strict' },
-  coreml: { title: 'Core ML', own: 'CoreMLExecutionProvider', level: 'close' },
-};
-const ALIASES = /** @type {Record<string, string>} */ ({ directml: 'dml' });
+const WEB = 'onnxruntime-web';
+const NODE = 'onnxruntime-node';
+const MOST_ARGUMENTS = 16_000; // bytes; with 24,000 it still works where the stack has 8 MB
+const PAUSE_MS = 50; // between two looks at what has come in while WebAssembly computes
 const require = createRequire(import.meta.url);
+
+/**
+ * @typedef {import('./model.mjs').Engine & {note: string}} NodeEngine `note`: what a report must say besides
+ * @typedef {{threads?: number, options?: Record<string, string>}} EngineSettings
+ */
 
 /**
  * Loads ONNX Runtime for a provider.
  * @param {string} name as `--ep` takes it, in any case
- * @param {{threads?: number, options?: Record<string, string>}} [settings]
- * @returns {Promise<import('./model.mjs').Engine>}
- * @throws {InputError} there is no such provider
+ * @param {EngineSettings} [settings]
+ * @returns {Promise<NodeEngine>}
+ * @throws {InputError} there is no such provider or option
  * @throws {NotRunError} it is not in this build or has no device
  */
-export async function nodeEngine(name, { threads = 0, options = {} } = {}) {
-  const asked = name.trim().toLowerCase();
-  const ep = ALIASES[asked] ?? asked;
-  if (!Object.hasOwn(PROVIDERS, ep))
-    throw new InputError(
-      `--ep: expected one of ${Object.keys(PROVIDERS).join(', ')}, found ${JSON.stringify(name.slice(0, 40))}`,
-    );
-  if (!Number.isInteger(threads) || threads < 0 || threads > 1024)
-    throw new InputError(`--threads must be an integer from 0 to 1024, found ${threads}`);
-  const provider = PROVIDERS[ep];
-  const wasm = ep === 'wasm';
-  const packageName = wasm ? 'onnxruntime-web' : 'onnxruntime-node';
-  const used = threads || os.availableParallelism();
-  const ort = await load(packageName);
-  if (wasm) ort.env.wasm.numThreads = used;
-  else checkListed(ort, ep);
+export async function nodeEngine(name, settings = {}) {
+  const request = checkRequest(name, settings);
+  const { provider, options } = request;
+  const wasm = provider.binding === 'wasm';
+  const engine = await described(request, settings);
+  Object.assign(process.env, provider.variables); // before the libraries are loaded, which may read them once
+  const ort = wasm ? loadWeb() : loadNode();
+  if (wasm) ort.env.wasm.numThreads = engine.threads;
+  else {
+    checkListed(ort, request.name, provider.binding);
+    checkArguments();
+  }
   ort.env.logLevel = 'fatal'; // errors come as exceptions; the log would repeat them
-  const version = await versionOf(packageName);
+  const pause = wasm ? pauses() : undefined;
   /** @type {import('onnxruntime-common').InferenceSession.SessionOptions} */
   const base = {
-    executionProviders: [/** @type {any} */ (ep === 'cpu' || wasm ? ep : { name: ep, ...options })],
-    intraOpNumThreads: used,
+    executionProviders: [/** @type {any} */ ({ ...options, name: provider.binding })],
+    intraOpNumThreads: engine.threads,
     logSeverityLevel: 4,
-    ...(ep === 'dml' ? { enableMemPattern: false, executionMode: /** @type {const} */ ('sequential') } : {}),
+    // Else products with int4 weights round what they are multiplied by to 8 bits.
+    extra: { session: { qdq_matmulnbits_accuracy_level: '1' } },
+    ...(provider.binding === 'dml'
+      ? { enableMemPattern: false, executionMode: /** @type {const} */ ('sequential') }
+      : {}),
   };
   return {
+    ...engine,
     ort,
-    ep,
-    title: provider.title,
-    threads: used,
-    level: provider.level,
-    resident: false,
-    adapter: null,
-    settings: options,
-    versions: { [packageName]: version },
-    machine: {
-      os: `${os.type()} ${os.release()}`, machine: os.machine(), processor: os.cpus()[0]?.model ?? '', node: process.version, [packageName]: version,
-    }, // prettier-ignore
-    bytes: wasm ? 2 ** 32 : undefined,
-    bufferBytes: undefined,
     async open(bundle, graph) {
       const { file } = bundle.manifest.graphs[graph];
       const create = async (/** @type {object} */ more) => {
@@ -88,17 +72,82 @@ export async function nodeEngine(name, { threads = 0, options = {} } = {}) {
         return ort.InferenceSession.create(/** @type {any} */ (location ?? (await bundle.read(file))), all);
       };
       try {
-        const placement = ep === 'cpu' || wasm ? null : await measured(ort, bundle, graph, provider.own, create);
-        return { session: new Session(ort, await create({}), file), placement };
+        const own = provider.own === 'CPUExecutionProvider';
+        const placement = own ? null : await measured(ort, bundle, graph, provider.own, create);
+        return { session: new Session(ort, await create({}), file, pause), placement };
       } catch (error) {
-        throw new NotRunError(`${file}: ${ep} cannot load it: ${firstLine(error)}`);
+        throw new NotRunError(`${file}: ${request.name} cannot load it: ${firstLine(error)}`);
       }
     },
   };
 }
 
+/**
+ * An engine for a report on a provider that is not here: it says why, and runs nothing.
+ * @param {string} name
+ * @param {EngineSettings} settings
+ * @param {NotRunError} reason
+ * @returns {Promise<NodeEngine>}
+ */
+export async function missingEngine(name, settings, reason) {
+  const engine = await described(checkRequest(name, settings), settings);
+  return {
+    ...engine,
+    ort: /** @type {any} */ (null),
+    open: () => Promise.reject(reason),
+  };
+}
+
+/**
+ * What is known of an engine before anything is loaded.
+ * @param {import('./node_providers.mjs').Request} request
+ * @param {EngineSettings} settings
+ */
+async function described({ name, provider, settings }, { threads }) {
+  const wasm = provider.binding === 'wasm';
+  const packageName = wasm ? WEB : NODE;
+  const version = await versionOf(packageName);
+  return {
+    ep: name,
+    title: provider.title,
+    threads: threads || os.availableParallelism(),
+    level: provider.level,
+    resident: false,
+    adapter: null,
+    settings,
+    versions: { [packageName]: version },
+    machine: {
+      os: `${os.type()} ${os.release()}`, machine: os.machine(), processor: os.cpus()[0]?.model ?? '', node: process.version, [packageName]: version,
+    }, // prettier-ignore
+    bytes: wasm ? 2 ** 32 : undefined,
+    bufferBytes: undefined,
+    note: provider.note,
+  };
+}
+
+function loadNode() {
+  // Both packages enter their providers into one list, where the first of a name stays: after onnxruntime-web, `cpu` would be its
+  // WebAssembly and not what was asked for.
+  const { versions } = load('onnxruntime-common').env;
+  if (versions.web !== undefined && versions.node === undefined) {
+    throw new NotRunError(
+      `${WEB} was loaded in this process before ${NODE} and has taken the place of its providers; load ${NODE} first, or run this in another process`,
+    );
+  }
+  return load(NODE);
+}
+
+function loadWeb() {
+  try {
+    loadNode(); // first, so that both can be used in one process
+  } catch {
+    // WebAssembly works without it.
+  }
+  return load(WEB);
+}
+
 /** @param {string} name */
-async function load(name) {
+function load(name) {
   try {
     return require(name);
   } catch (error) {
@@ -120,54 +169,31 @@ async function versionOf(name) {
 /**
  * @param {any} ort
  * @param {string} ep
+ * @param {string} binding
  */
-function checkListed(ort, ep) {
+function checkListed(ort, ep, binding) {
   const listed = (ort.listSupportedBackends?.() ?? []).map((/** @type {{name: string}} */ { name }) => name);
-  if (listed.length && !listed.includes(ep))
-    throw new NotRunError(`this build of onnxruntime-node has no ${ep}; it has ${listed.join(', ')}`);
+  if (listed.length && !listed.includes(binding))
+    throw new NotRunError(`this build of ${NODE} has no ${ep}; it has ${listed.join(', ')}`);
 }
 
-/**
- * Where the nodes of a graph run: a session of its own runs it once on the smallest input, and its profile tells.
- * @param {any} ort
- * @param {import('./bundle.mjs').Bundle} bundle
- * @param {string} graph
- * @param {string} own
- * @param {(more: object) => Promise<import('onnxruntime-common').InferenceSession>} create
- */
-async function measured(ort, bundle, graph, own, create) {
-  const { file, inputs, outputs } = bundle.manifest.graphs[graph];
-  const prefix = path.join(os.tmpdir(), `caracal-${process.pid}-${graph}`);
-  const session = await create({ enableProfiling: true, profileFilePrefix: prefix });
-  /** @type {Record<string, any>} */
-  const feeds = {};
-  for (const { name, dtype, shape } of inputs) {
-    const dims = shape.map((size) => (typeof size === 'number' ? size : 1));
-    const size = dims.reduce((a, b) => a * b, 1);
-    const ones = name === 'lengths' || name === 'starts';
-    feeds[name] = new ort.Tensor(
-      dtype,
-      dtype === 'int64' ? new BigInt64Array(size).fill(ones ? 1n : 0n) : new Float32Array(size),
-      dims,
+/** ONNX Runtime 1.30 looks at the process's command line when it makes its first session, and a long one exhausts the stack. */
+function checkArguments() {
+  const words = [process.execPath, ...process.execArgv, ...process.argv.slice(1)];
+  const bytes = words.reduce((sum, word) => sum + Buffer.byteLength(word) + 1, 0);
+  if (process.platform === 'linux' && bytes > MOST_ARGUMENTS) {
+    throw new LimitError(
+      `the command line has ${bytes} bytes, and with more than ${MOST_ARGUMENTS} ${NODE} may end the process; give prompts with --prompt-file, or use --ep wasm`,
     );
   }
-  let profile;
-  try {
-    await session.run(
-      feeds,
-      outputs.map(({ name }) => name),
-    );
-    session.endProfiling();
-  } finally {
-    await session.release();
-    const { readdir } = await import('node:fs/promises');
-    for (const name of await readdir(os.tmpdir())) {
-      if (!name.startsWith(path.basename(prefix))) continue;
-      profile = await readFile(path.join(os.tmpdir(), name), 'utf8');
-      await rm(path.join(os.tmpdir(), name));
-    }
-  }
-  if (profile === undefined)
-    throw new NotRunError('the runtime wrote no profile, so it cannot be told where nodes ran');
-  return sortNodes(file, readGraph(await bundle.read(file), file), fromProfile(profile), own);
+}
+
+/** Lets signals and timers in, between two runs and not at every one. */
+function pauses() {
+  let last = performance.now();
+  return async () => {
+    if (performance.now() - last < PAUSE_MS) return;
+    await new Promise((resolve) => setImmediate(resolve));
+    last = performance.now();
+  };
 }

@@ -21,6 +21,7 @@ const COPIES = 3; // of the weights, where graphs cannot share them: forward, st
  * @property {boolean} resident its sessions keep the decode state where they compute
  * @property {string | null} adapter the GPU's name
  * @property {Record<string, string>} settings options that were applied
+ * @property {string} [note] what a reader of a report should know besides
  * @property {Record<string, string>} versions of the runtime's packages
  * @property {Record<string, string>} machine what a reader of a report needs to know of it
  * @property {number | undefined} bytes memory in all

@@ -10,17 +10,17 @@ export * from './index.mjs';
 export { folderSource, nodeEngine };
 
 /**
- * Opens a bundle's folder, with every file compared with its hash.
+ * Opens a bundle's folder, with every file compared with its hash: piece by piece, so that none needs to fit into memory. What is read
+ * later as a whole is compared again, with what was read.
  * @param {string} folder
- * @param {{checkHashes?: boolean}} [options]
+ * @param {{checkHashes?: boolean, signal?: AbortSignal}} [options] without hashes, each file must still be there, no link, and of its size
  */
-export async function openFolder(folder, { checkHashes = true } = {}) {
-  const bundle = await Bundle.open(await folderSource(folder), { checkHashes });
-  const kept = new Set(Object.values(bundle.manifest.graphs).map(({ file }) => file));
-  for (const name of Object.keys(bundle.manifest.files)) {
-    await bundle.read(name);
-    if (!kept.has(name) && name !== bundle.manifest.tokenizer && name !== bundle.manifest.golden.file)
-      bundle.forget(name); // read again from disk where it is needed
+export async function openFolder(folder, { checkHashes = true, signal } = {}) {
+  const source = await folderSource(folder);
+  const bundle = await Bundle.open(source, { checkHashes, signal });
+  for (const [name, entry] of Object.entries(bundle.manifest.files)) {
+    if (checkHashes) await source.verify(name, entry, { signal });
+    else await source.look(name, entry);
   }
   return bundle;
 }

@@ -55,7 +55,7 @@ export async function runParity(bundle, engine, options = {}) {
     ep: engine.ep, threads: engine.threads, level, tolerance: limit, placement: null, cases: [], greedy: [], reason: '', misplaced: false,
     title: engine.title, text: null, mode: 'exact', settings: engine.settings, versions: engine.versions,
     timings: { load_s: null, forward_length: null, forward_ms: null, token_ms: null }, seconds: 0, peak_bytes: null, allowed: allowFallback,
-    absent: false, died: false, machine: 0, quick, note: bundle.checked ? '' : "the bundle's files were not compared with their hashes",
+    absent: false, died: false, machine: 0, quick, note: [engine.note, bundle.checked ? '' : "the bundle's files were not compared with their hashes"].filter(Boolean).join('; '),
     unchecked: !bundle.checked,
   }; // prettier-ignore
   // Where nodes ran is a result of its own here, beside the numbers, and not what keeps them from being made.

@@ -45,6 +45,7 @@ export async function findGpu(patience = 8000) {
   }
 }
 
+/** @param {any} adapter */
 function adapterName(adapter) {
   const info = adapter.info ?? {};
   const name = info.description || [info.vendor, info.architecture].filter(Boolean).join(' ') || 'unnamed adapter';

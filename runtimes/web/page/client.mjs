@@ -28,10 +28,12 @@
  * @property {number} promptTokens
  * @property {"length"|"stop_id"|"stop_string"|"cancelled"} stoppedBy
  * @property {number} firstTokenMs
- * @property {number} tokensPerSecond
+ * @property {number|null} tokensPerSecond null where there is no second token to time
  *
  * @typedef {{what: string, done: number, total: number, unit: "bytes"|"steps"}} Progress
  */
+
+import { failureOf, isShortOfMemory } from './failures.mjs';
 
 const FINAL = new Set(['opened', 'generated', 'parity', 'cancelled', 'forgotten']);
 const CANCEL_PATIENCE_MS = 4000;
@@ -50,7 +52,7 @@ export class Client {
   /** @type {Worker|null} */
   #worker = null;
   #nextId = 1;
-  /** @type {Map<number, {resolve: Function, reject: Function, onMessage: (message: any) => void}>} */
+  /** @type {Map<number, {resolve: (message: any) => void, reject: (failure: WorkerFailure) => void, onMessage: (message: any) => void}>} */
   #pending = new Map();
   #onDeath;
 
@@ -107,15 +109,15 @@ export class Client {
     const ids = [...this.#pending.keys()];
     this.cancel();
     setTimeout(() => {
-      const waiting = ids.filter((id) => this.#pending.has(id));
-      if (worker !== this.#worker || waiting.length === 0) return;
-      const requests = waiting.map((id) => this.#pending.get(id));
-      this.#pending.clear();
-      this.#end();
-      for (const request of requests) request?.resolve({ type: 'cancelled' });
+      if (worker === this.#worker && ids.some((id) => this.#pending.has(id))) this.#end();
     }, CANCEL_PATIENCE_MS);
   }
 
+  /**
+   * @param {object} message
+   * @param {(message: any) => void} onMessage
+   * @returns {Promise<any>} the message that ends it
+   */
   #request(message, onMessage) {
     const worker = this.#worker ?? this.#start();
     const id = this.#nextId++;
@@ -141,6 +143,7 @@ export class Client {
     return worker;
   }
 
+  /** @param {any} message */
   #receive(message) {
     const request = this.#pending.get(message.id);
     if (request === undefined) return; // ended before, by a cancel or by another worker's start
@@ -155,26 +158,30 @@ export class Client {
     }
   }
 
+  /** @param {WorkerFailure} failure */
   #die(failure) {
     const requests = [...this.#pending.values()];
+    this.#pending.clear();
     this.#end();
     for (const request of requests) request.reject(failure);
     this.#onDeath(failure);
   }
 
+  /** Ends the worker, and with it all that it was asked for. */
   #end() {
+    const requests = [...this.#pending.values()];
+    this.#pending.clear();
     this.#worker?.terminate();
     this.#worker = null;
-    this.#pending.clear();
+    for (const request of requests) request.resolve({ type: 'cancelled' });
   }
 }
 
+/** @param {string} message what the browser says of the worker's end, if anything */
 function deathOf(message) {
-  if (/memory|allocation/i.test(message ?? '')) {
-    return new WorkerFailure(
-      'limit',
-      `The browser ran out of memory (${message}). Close other tabs and open the bundle again, or use a smaller bundle or fewer bits.`,
-    );
+  if (isShortOfMemory(message ?? '')) {
+    const { kind, message: sentence } = failureOf(message);
+    return new WorkerFailure(kind, sentence);
   }
   const why = message || 'its script could not be loaded';
   return new WorkerFailure('internal', `The page's worker ended (${why}). Open the bundle again, or reload the page.`);

@@ -25,6 +25,7 @@ export function readDrop(transfer) {
   return collect(entries, loose);
 }
 
+/** @param {FileSystemEntry[]} entries @param {File[]} loose @returns {Promise<Folder>} */
 async function collect(entries, loose) {
   /** @type {FolderFile[]} */
   const found = loose.map((file) => ({ path: file.name, file }));
@@ -56,10 +57,10 @@ export function bundleFolder(files) {
         'Choose the folder that caracal export wrote.',
     );
   }
-  const depth = (path) => path.split('/').length;
+  const depth = (/** @type {string} */ path) => path.split('/').length;
   const least = Math.min(...manifests.map(({ path }) => depth(path)));
   const outer = manifests.filter(({ path }) => depth(path) === least);
-  const base = (path) => path.slice(0, -'manifest.json'.length);
+  const base = (/** @type {string} */ path) => path.slice(0, -'manifest.json'.length);
   if (outer.length > 1) {
     const names = outer.map(({ path }) => base(path).replace(/\/$/, '')).sort();
     throw new FolderError(
@@ -75,6 +76,12 @@ export function bundleFolder(files) {
   };
 }
 
+/**
+ * Adds the files below an entry.
+ * @param {any} entry a file's or a folder's
+ * @param {string} parent its path, with a slash at its end
+ * @param {FolderFile[]} found
+ */
 async function walk(entry, parent, found) {
   if (found.length > MOST_FILES) {
     throw new FolderError(

@@ -38,6 +38,7 @@ export function runsOn({ ep, threads, adapter }) {
   return `WebAssembly, ${threads} thread${threads === 1 ? '' : 's'}`;
 }
 
+/** @param {import("./client.mjs").OpenedInfo} info @param {boolean} local */
 function origin({ bytes, cachedBytes, cached }, local) {
   if (local) return 'from your folder';
   if (cached || cachedBytes >= bytes) return 'from this browser’s store';

@@ -25,6 +25,7 @@ export function plural(count, noun) {
 }
 
 // JSON has no numbers for these, so that reports hold them as strings.
+/** @type {Record<string, number>} */
 const NOT_FINITE = { inf: Infinity, '-inf': -Infinity, nan: NaN };
 
 /** `4.8e-07`, with at least two digits in the exponent. @param {number|string|null|undefined} value @param {number} digits */

@@ -26,6 +26,7 @@ export async function setUpServiceWorker() {
   return true;
 }
 
+/** @param {ServiceWorkerContainer} container @param {ServiceWorkerRegistration} registration */
 function untilControlled(container, registration) {
   // After a reload that bypasses service workers there is an active one that does not control the page.
   registration.active?.postMessage({ type: 'claim' });

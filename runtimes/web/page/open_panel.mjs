@@ -16,6 +16,7 @@ export class OpenPanel {
   /** @type {import("./drop.mjs").Folder|null} */
   #folder = null;
   #gpu = { available: false, text: '' };
+  #openings = 0;
 
   /**
    * @param {import("./client.mjs").Client} client
@@ -27,12 +28,12 @@ export class OpenPanel {
     this.#client = client;
     this.#shell = shell;
     this.#parts = parts;
-    byId('open-form').addEventListener('submit', (event) => {
+    byId('open-form').addEventListener('submit', (/** @type {Event} */ event) => {
       event.preventDefault();
       this.#openTyped();
     });
     byId('provider').addEventListener('change', () => this.#showNotes());
-    byId('pick-folder').addEventListener('change', (event) => this.#pick(event.target));
+    byId('pick-folder').addEventListener('change', (/** @type {any} */ event) => this.#pick(event.target));
     byId('cancel-open').addEventListener('click', () => {
       shell.status('Cancelling');
       client.cancelOpening();
@@ -89,12 +90,14 @@ export class OpenPanel {
     }
   }
 
+  /** @param {import("./drop.mjs").Folder} folder */
   #openFolder(folder) {
     this.#folder = folder;
     byId('bundle-url').value = '';
     this.#open(folder, folder.name);
   }
 
+  /** @param {any} input */
   #pick(input) {
     if (input.files.length === 0) return;
     try {
@@ -105,9 +108,11 @@ export class OpenPanel {
     input.value = ''; // so that the same folder can be chosen again
   }
 
+  /** @param {import("./client.mjs").Source} source @param {string} name */
   async #open(source, name) {
     const shell = this.#shell;
     const local = 'files' in source;
+    const opening = ++this.#openings;
     shell.clearError();
     for (const part of this.#parts) part.close();
     byId('facts-area').hidden = true;
@@ -119,6 +124,7 @@ export class OpenPanel {
         const doing = update.unit !== 'bytes' ? 'Loading' : local ? 'Reading and checking' : 'Fetching and checking';
         shell.progress({ ...update, what: `${doing} ${update.what}` });
       });
+      if (opening !== this.#openings) return; // another one ended this one, and has the page
       if (message.type === 'cancelled') shell.enter('idle', 'Opening was cancelled');
       else this.#opened(message.info, local);
     } catch (error) {
@@ -127,6 +133,7 @@ export class OpenPanel {
     }
   }
 
+  /** @param {import("./client.mjs").OpenedInfo} info @param {boolean} local */
   #opened(info, local) {
     byId('bundle-name').textContent = info.name;
     document.title = `${info.name} – Caracal`;
@@ -144,8 +151,8 @@ export class OpenPanel {
   async #forget() {
     const shell = this.#shell;
     try {
-      await this.#client.forget();
-      shell.status('The stored files of all bundles were deleted');
+      const { type } = await this.#client.forget();
+      if (type === 'forgotten') shell.status('The stored files of all bundles were deleted');
     } catch (error) {
       shell.fail(error);
     }
@@ -180,9 +187,9 @@ export class OpenPanel {
 
   #takeDrops() {
     const overlay = byId('drop-overlay');
-    const hasFiles = (event) => event.dataTransfer?.types.includes('Files');
+    const hasFiles = (/** @type {DragEvent} */ event) => event.dataTransfer?.types.includes('Files');
     addEventListener('dragover', (event) => {
-      if (!hasFiles(event)) return;
+      if (!event.dataTransfer || !hasFiles(event)) return;
       event.preventDefault(); // without it a browser opens what is dropped
       event.dataTransfer.dropEffect = this.#shell.busy ? 'none' : 'copy';
       overlay.hidden = this.#shell.busy;
@@ -192,7 +199,7 @@ export class OpenPanel {
     });
     addEventListener('drop', async (event) => {
       overlay.hidden = true;
-      if (!hasFiles(event)) return;
+      if (!event.dataTransfer || !hasFiles(event)) return;
       event.preventDefault();
       if (this.#shell.busy) return;
       try {

@@ -13,7 +13,10 @@
  */
 
 const LARGEST_SEED = 2n ** 64n - 1n;
+/** @type {Record<string, string>} */
+const ESCAPES = { n: '\n', t: '\t', '\\': '\\' };
 
+/** @type {Record<string, [(text: string) => number | null, (value: number) => boolean, string]>} */
 const RULES = {
   maxNewTokens: [wholeNumber, (value) => value >= 1, 'a whole number of at least 1'],
   temperature: [decimal, (value) => value >= 0, 'a number of at least 0'],
@@ -34,8 +37,9 @@ export function readOptions(fields) {
   /** @type {Record<string, unknown>} */
   const options = {};
   for (const [name, [parse, allowed, expected]] of Object.entries(RULES)) {
-    const value = parse(fields[name]);
-    if (value === null || !allowed(value)) errors[name] = `Expected ${expected}, found ${quoted(fields[name])}.`;
+    const text = fields[/** @type {keyof Fields} */ (name)];
+    const value = parse(text);
+    if (value === null || !allowed(value)) errors[name] = `Expected ${expected}, found ${quoted(text)}.`;
     else options[name] = value;
   }
   const seed = fields.seed.trim();
@@ -58,7 +62,7 @@ export function readStopStrings(text) {
     if (line === '') continue;
     const unknown = /\\(?:[^nt\\]|$)/.exec(line.replaceAll('\\\\', ''));
     if (unknown) return `Expected \\n, \\t or \\\\ after a backslash, found ${quoted(unknown[0])}.`;
-    strings.push(line.replace(/\\([nt\\])/g, (_, letter) => ({ n: '\n', t: '\t', '\\': '\\' })[letter]));
+    strings.push(line.replace(/\\([nt\\])/g, (_, letter) => ESCAPES[letter]));
   }
   return strings;
 }
@@ -80,12 +84,14 @@ export function readIds(text, vocabSize) {
   return parts.map(Number);
 }
 
+/** @param {string} text */
 function wholeNumber(text) {
   const trimmed = text.trim();
   const value = Number(trimmed);
   return /^\d+$/.test(trimmed) && Number.isSafeInteger(value) ? value : null;
 }
 
+/** @param {string} text */
 function decimal(text) {
   // A comma is what many keyboards have for the point.
   const trimmed = text.trim().replace(',', '.');
@@ -93,6 +99,7 @@ function decimal(text) {
   return /^\d*\.?\d*(?:e[+-]?\d+)?$/i.test(trimmed) && /^\.?\d/.test(trimmed) && Number.isFinite(value) ? value : null;
 }
 
+/** @param {string} text */
 function quoted(text) {
   const trimmed = text.trim();
   if (trimmed === '') return 'nothing';

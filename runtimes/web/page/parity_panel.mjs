@@ -47,6 +47,7 @@ export class ParityPanel {
     byId('parity-section').hidden = false;
   }
 
+  /** @param {boolean} quick */
   async #compare(quick) {
     const shell = this.#shell;
     if (shell.state !== 'ready') return;
@@ -54,7 +55,7 @@ export class ParityPanel {
     this.close();
     shell.enter('comparing', 'Comparing with the reference');
     let done = 0;
-    const onMessage = (message) => {
+    const onMessage = (/** @type {any} */ message) => {
       if (message.type === 'progress') {
         const doing = message.unit === 'bytes' ? 'Reading and checking' : 'Comparing:';
         shell.progress({ ...message, what: `${doing} ${message.what}` });
@@ -66,6 +67,7 @@ export class ParityPanel {
     };
     try {
       const message = await this.#client.parity(quick, onMessage);
+      if (!shell.is('comparing')) return;
       if (message.type === 'cancelled') {
         shell.enter('ready', `The comparison was stopped after ${plural(done, 'result')}; there is no verdict`);
       } else {
@@ -73,11 +75,12 @@ export class ParityPanel {
         shell.enter('ready', `${plural(done, 'comparison')} done`);
       }
     } catch (error) {
-      if (shell.state === 'comparing') shell.enter('ready', 'The comparison ended with an error; there is no verdict');
+      if (shell.is('comparing')) shell.enter('ready', 'The comparison ended with an error; there is no verdict');
       shell.fail(error);
     }
   }
 
+  /** @param {{verdict: string, line: string, report: object}} message */
   #show({ verdict, line, report }) {
     this.#found = { line, report };
     byId('verdict-area').hidden = false; // before its text, so that the text is announced
@@ -120,11 +123,17 @@ export class ParityPanel {
   }
 }
 
-/** The line with its verdict as a word and its phrases, which two blanks part, each kept on one line where there is room. */
+/**
+ * The line with its verdict as a word and its phrases, which two blanks part, each kept on one line where there is room.
+ * @param {string} line
+ * @param {string} verdict
+ */
 function phrases(line, verdict) {
   const [word, rest] = line.startsWith(verdict) ? [[verdictWord(verdict)], line.slice(verdict.length)] : [[], line];
   return [
     ...word,
-    ...rest.split(/( {2,})/).map((part) => (part.trim() === '' ? part : make('span', { class: 'phrase' }, part))),
+    ...rest
+      .split(/( {2,})/)
+      .map((/** @type {string} */ part) => (part.trim() === '' ? part : make('span', { class: 'phrase' }, part))),
   ];
 }

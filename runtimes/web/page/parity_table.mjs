@@ -29,6 +29,7 @@ export function verdictWord(verdict) {
   return make('span', { class: `word ${verdict.toLowerCase().replace(' ', '-')}` }, verdict);
 }
 
+/** @param {any} result */
 function caseCells({ batch, length, metrics }) {
   const shape = number(`${formatCount(batch)} × ${formatCount(length)}`);
   if (!metrics) return [shape, ...['–', '–', '–', '–'].map(number)];
@@ -43,6 +44,7 @@ function caseCells({ batch, length, metrics }) {
   ];
 }
 
+/** @param {any} result */
 function otherCells(result) {
   return [
     make(
@@ -53,21 +55,24 @@ function otherCells(result) {
   ];
 }
 
+/** @param {any} result */
 function greedyWords({ agreeing, new_tokens: wanted }) {
   return `greedy continuation: ${formatCount(agreeing ?? 0)} of ${formatCount(wanted)} tokens agree`;
 }
 
+/** @param {any} result */
 function textWords({ bits_per_byte: bits, difference }) {
   if (bits === null || bits === undefined) return 'text: not scored';
   const sign = Number(difference) < 0 ? '-' : '+';
   return `text: ${Number(bits).toFixed(6)} bits per byte, ${sign}${formatScientific(Math.abs(difference))} from the reference`;
 }
 
+/** @param {string} text */
 function number(text) {
   return make('td', { class: 'number' }, text);
 }
 
-/** A name that may be broken after its underscores, where a screen is narrow. */
+/** A name that may be broken after its underscores, where a screen is narrow. @param {string} name */
 function breakable(name) {
   return name.split(/(?<=_)/).flatMap((part, index) => (index === 0 ? [part] : [make('wbr'), part]));
 }

@@ -72,7 +72,7 @@ export class Plot {
     context.setTransform(pixelWidth / width, 0, 0, pixelHeight / height, 0, 0);
     context.clearRect(0, 0, width, height);
     const style = getComputedStyle(canvas);
-    const colour = (name) => style.getPropertyValue(name).trim();
+    const colour = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
     const font = `12px ${style.fontFamily}`;
     drawPlot(context, this.#points, { width, height, colour, font });
   }
@@ -107,14 +107,19 @@ export function describe(points) {
   );
 }
 
+/**
+ * @param {CanvasRenderingContext2D} context
+ * @param {Point[]} points
+ * @param {{width: number, height: number, colour: (name: string) => string, font: string}} look `colour`: of a variable of the style sheet
+ */
 function drawPlot(context, points, { width, height, colour, font }) {
   const inner = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
   const times = points.map(({ ms }) => ms);
   const top = topOfScale(times);
   const low = points.length ? points[0].context : 0;
   const high = Math.max(low + 16, points.length ? points[points.length - 1].context : 128);
-  const x = (value) => inner.left + ((value - low) / (high - low)) * (inner.right - inner.left);
-  const y = (value) => inner.bottom - (Math.min(value, top) / top) * (inner.bottom - inner.top);
+  const x = (/** @type {number} */ value) => inner.left + ((value - low) / (high - low)) * (inner.right - inner.left);
+  const y = (/** @type {number} */ value) => inner.bottom - (Math.min(value, top) / top) * (inner.bottom - inner.top);
   context.font = font;
   context.lineWidth = 1;
   context.fillStyle = colour('--muted');
@@ -152,6 +157,7 @@ function drawPlot(context, points, { width, height, colour, font }) {
   context.stroke();
 }
 
+/** @param {CanvasRenderingContext2D} context @param {number} x1 @param {number} y1 @param {number} x2 @param {number} y2 */
 function line(context, x1, y1, x2, y2) {
   context.beginPath();
   context.moveTo(x1, y1);
@@ -159,13 +165,14 @@ function line(context, x1, y1, x2, y2) {
   context.stroke();
 }
 
+/** @param {CanvasRenderingContext2D} context @param {number} x @param {number} y @param {number} radius */
 function dot(context, x, y, radius) {
   context.beginPath();
   context.arc(x, y, radius, 0, 2 * Math.PI);
   context.fill();
 }
 
-/** A value above the scale. */
+/** A value above the scale. @param {CanvasRenderingContext2D} context @param {number} x @param {number} y */
 function triangle(context, x, y) {
   context.beginPath();
   context.moveTo(x - 3, y + 4);

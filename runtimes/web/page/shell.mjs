@@ -5,6 +5,7 @@ import { formatBytes, formatCount } from './format.mjs';
 
 /** @typedef {"idle"|"opening"|"ready"|"generating"|"comparing"|"failed"} State */
 
+/** @type {Record<string, string>} */
 const TITLES = {
   input: 'Not accepted.',
   bundle: 'The bundle cannot be used.',
@@ -30,6 +31,11 @@ export class Shell {
 
   get state() {
     return this.#state;
+  }
+
+  /** Whether this is the state now, which may be another than before something was awaited. @param {State} state */
+  is(state) {
+    return this.#state === state;
   }
 
   /** True while the worker computes something. */
@@ -91,6 +97,7 @@ export class Shell {
   }
 }
 
+/** @param {number} done @param {number} total @param {string} unit */
 function figures(done, total, unit) {
   if (unit === 'bytes') return total > 0 ? `${formatBytes(done)} of ${formatBytes(total)}` : formatBytes(done);
   return total > 0 ? `${formatCount(done)} of ${formatCount(total)}` : formatCount(done);

@@ -1,5 +1,7 @@
 /** Where a bundle comes from: an address, or a folder of this machine. */
 
+import { CACHE } from '../lib/browser_source.mjs';
+
 /** An address that cannot be used; the message is a sentence for the reader. */
 export class SourceError extends Error {
   kind = 'input';
@@ -40,12 +42,18 @@ export function bundleUrl(text, base) {
 }
 
 /**
- * Whether a bundle lies at an address, as far as its manifest tells.
+ * Whether a bundle lies at an address, as far as its manifest tells; without a network, whether the library has kept one.
  * @param {string} url
  * @returns {Promise<boolean>} false also where another file is given instead of a missing one
+ * @throws the network gives no answer, and nothing is kept
  */
 export async function hasBundle(url) {
-  const response = await fetch(new URL('manifest.json', url), { cache: 'no-cache' });
+  const manifest = new URL('manifest.json', url);
+  const response = await fetch(manifest, { cache: 'no-cache' }).catch(async (error) => {
+    const kept = await keptCopy(manifest.href);
+    if (kept === undefined) throw error;
+    return kept;
+  });
   if (!response.ok) return false;
   try {
     return (await response.json())?.format === 'caracal-bundle';
@@ -54,6 +62,16 @@ export async function hasBundle(url) {
   }
 }
 
+/** @param {string} url */
+async function keptCopy(url) {
+  try {
+    return await (await caches.open(CACHE)).match(url);
+  } catch {
+    return undefined; // this page may not keep anything
+  }
+}
+
+/** @param {string} host */
 function isLoopback(host) {
   return host === 'localhost' || host === '127.0.0.1' || host === '[::1]';
 }

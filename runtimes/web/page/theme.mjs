@@ -14,7 +14,7 @@ export function currentTheme() {
  * @param {() => void} onChange called after the theme has changed, for what is drawn with its colours.
  */
 export function setUpTheme(button, onChange) {
-  const show = (theme) => {
+  const show = (/** @type {string} */ theme) => {
     const other = theme === 'dark' ? 'light' : 'dark';
     document.documentElement.dataset.theme = theme;
     button.textContent = other === 'dark' ? 'Dark theme' : 'Light theme';
@@ -43,6 +43,7 @@ function remembered() {
   }
 }
 
+/** @param {string|null} theme null forgets */
 function remember(theme) {
   try {
     if (theme === null) localStorage.removeItem(KEY);

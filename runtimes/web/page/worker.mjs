@@ -3,10 +3,11 @@
 import { Bundle } from '../lib/bundle.mjs';
 import { filesSource, forgetAll, urlSource } from '../lib/browser_source.mjs';
 import { browserEngine } from '../lib/engine_browser.mjs';
-import { CancelledError, CaracalError, InputError } from '../lib/errors.mjs';
+import { CancelledError, InputError, NotRunError } from '../lib/errors.mjs';
 import { Model } from '../lib/model.mjs';
 import { runParity } from '../lib/parity.mjs';
 import { verdictLine, verdictOf, wholeReport } from '../lib/parity_report.mjs';
+import { failureOf } from './failures.mjs';
 
 const ORT = new URL('../ort/', import.meta.url);
 const TOKENIZERS = new URL('../tokenizers/tokenizers.min.mjs', import.meta.url);
@@ -21,13 +22,13 @@ const REQUESTS = { open, generate, parity };
 
 self.addEventListener('message', async ({ data: request }) => {
   const send = (/** @type {object} */ message) => self.postMessage({ id: request.id, ...message });
+  const fail = (/** @type {unknown} */ error) => send({ type: 'error', ...failureOf(error) });
   if (request.type === 'cancel') {
     running?.controller.abort();
     return;
   }
   if (request.type === 'forget') {
-    await forgetAll();
-    send({ type: 'forgotten' });
+    await forgetAll().then(() => send({ type: 'forgotten' }), fail);
     return;
   }
   if (running) {
@@ -39,8 +40,7 @@ self.addEventListener('message', async ({ data: request }) => {
     await REQUESTS[request.type](request, running.controller.signal, send);
   } catch (error) {
     if (error instanceof CancelledError) send({ type: 'cancelled' });
-    else
-      send({ type: 'error', kind: error instanceof CaracalError ? error.kind : 'internal', message: messageOf(error) });
+    else fail(error);
   } finally {
     running = null;
   }
@@ -57,6 +57,8 @@ async function open({ source, ep, threads }, signal, send) {
     : urlSource(source.url, { warn });
   const bundle = await Bundle.open(from, { signal });
   const { manifest } = bundle;
+  const { mixing } = manifest.graphs.forward;
+  if (mixing === 'dft') refuseOrWarn(ep, warn);
   if (bundle.name === 'bundle' && manifest.sourceName) bundle.name = manifest.sourceName; // where it is served says nothing
   const wanted = Object.keys(manifest.files).filter((name) => name !== manifest.golden.file); // the recorded outputs are for parity alone
   await bundle.readAll(wanted, {
@@ -66,7 +68,9 @@ async function open({ source, ep, threads }, signal, send) {
   const engine = await browserEngine(ep, { threads, base: ORT }); // one in a worker's life: the page makes a new worker for each bundle
   const { Tokenizer } = manifest.tokenizer === null ? { Tokenizer: undefined } : await import(TOKENIZERS.href);
   const model = new Model(bundle, engine, { Tokenizer });
+  let parameters;
   try {
+    parameters = await bundle.parameters();
     await model.codec();
     for (const [at, graph] of ['forward', engine.resident ? 'step_resident' : 'step', 'convolve'].entries()) {
       if (signal.aborted) throw new CancelledError();
@@ -83,12 +87,12 @@ async function open({ source, ep, threads }, signal, send) {
     info: {
       name: bundle.name,
       id: bundle.id,
-      parameters: await bundle.parameters(),
+      parameters,
       bytes: bundle.bytes,
       cachedBytes: bundle.cachedBytes,
       cached: bundle.cached,
       precision: manifest.precision,
-      mixing: manifest.graphs.forward.mixing,
+      mixing,
       opset: manifest.graphs.forward.opset,
       layers: manifest.model.numLayers,
       vocabSize: manifest.model.vocabSize,
@@ -109,23 +113,25 @@ async function generate({ prompt, ids, options }, signal, send) {
   let last = began;
   let first = 0;
   let index = 0;
-  let context = 0;
   const asIds = ids !== undefined;
+  // An empty text is left to the library, which says what it expects.
+  const given = asIds || !prompt ? (ids ?? prompt) : ((await model.codec())?.encode(prompt) ?? prompt);
+  const total = given.length;
   let read = 0;
-  const [result] = await model.generate([asIds ? ids : prompt], {
+  const tell = () => send({ type: 'progress', what: 'reading the prompt', done: read, total, unit: 'steps' });
+  tell();
+  const [result] = await model.generate([given], {
     ...options,
     signal,
     onRead: (tokens) => {
-      read += tokens;
-      context = read;
-      send({ type: 'progress', what: 'reading the prompt', done: read, total: read, unit: 'steps' });
+      read = Math.min(read + tokens, total); // a short row is begun anew where that is cheaper than to go on
+      tell();
     },
     onText: asIds ? undefined : (_, text) => send({ type: 'text', text }),
     onToken: (_, tokenId) => {
       const now = performance.now();
       if (!index) first = now - began;
-      context += 1;
-      send({ type: 'token', index, tokenId, context, ms: now - last });
+      send({ type: 'token', index, tokenId, context: total + index + 1, ms: now - last });
       index += 1;
       last = now;
     },
@@ -148,24 +154,27 @@ async function generate({ prompt, ids, options }, signal, send) {
 async function parity({ quick }, signal, send) {
   const { bundle, engine: used, model } = current();
   const { file } = bundle.manifest.golden;
-  await bundle.readAll([file], {
-    signal,
-    progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'bytes' }),
-  });
-  const row = await runParity(bundle, used, {
-    quick,
-    signal,
-    model,
-    progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'steps' }),
-    onResult: (kind, result) => send({ type: 'result', result: { kind, ...result } }),
-  });
-  bundle.forget(file);
-  send({
-    type: 'parity',
-    verdict: verdictOf(row),
-    line: verdictLine(bundle, row),
-    report: wholeReport(bundle, row, used.machine),
-  });
+  try {
+    await bundle.readAll([file], {
+      signal,
+      progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'bytes' }),
+    });
+    const row = await runParity(bundle, used, {
+      quick,
+      signal,
+      model,
+      progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'steps' }),
+      onResult: (kind, result) => send({ type: 'result', result: { kind, ...result } }),
+    });
+    send({
+      type: 'parity',
+      verdict: verdictOf(row),
+      line: verdictLine(bundle, row),
+      report: wholeReport(bundle, row, used.machine),
+    });
+  } finally {
+    bundle.forget(file); // the largest file but the weights, and needed for nothing else
+  }
 }
 
 function current() {
@@ -179,11 +188,15 @@ function folderName(files) {
   return top || 'bundle';
 }
 
-/** @param {unknown} error */
-function messageOf(error) {
-  if (error instanceof CaracalError) return error.message;
-  const said = error instanceof Error ? error.message : String(error);
-  if (error instanceof RangeError && /alloc|memory|array buffer/i.test(said))
-    return 'There is not enough memory for this bundle; close other pages, or use one in fewer bits.';
-  return `Something unexpected happened: ${said}`;
+/**
+ * What there is to say of graphs with the operator DFT, before anything runs.
+ * @param {string} ep
+ * @param {(text: string) => void} warn
+ * @throws {NotRunError} on WebGPU
+ */
+function refuseOrWarn(ep, warn) {
+  const why = 'This bundle was exported with --mixing dft, and WebGPU computes the operator DFT wrongly and slowly';
+  if (ep === 'webgpu')
+    throw new NotRunError(`${why}. Export it with --mixing matmul, or open this one on the CPU (WebAssembly).`);
+  warn(`${why}: it runs on the CPU alone. Exported with --mixing matmul it runs on both.`);
 }

@@ -15,6 +15,7 @@ const FIELDS = {
   seed: 'seed',
   stopStrings: 'stop-strings',
 };
+/** @type {Record<string, string>} */
 const ENDINGS = {
   length: 'as many as asked for',
   stop_id: 'the text ended',
@@ -22,6 +23,7 @@ const ENDINGS = {
   cancelled: 'stopped',
 };
 const READING_EVERY_MS = 200;
+const UNNOTICED_MS = 200; // a bar for less than that only flickers
 
 /** Lets the model write. */
 export class WritePanel {
@@ -42,11 +44,11 @@ export class WritePanel {
     this.#client = client;
     this.#shell = shell;
     this.#plot = plot;
-    byId('write-form').addEventListener('submit', (event) => {
+    byId('write-form').addEventListener('submit', (/** @type {Event} */ event) => {
       event.preventDefault();
       this.#write();
     });
-    byId('prompt').addEventListener('keydown', (event) => {
+    byId('prompt').addEventListener('keydown', (/** @type {KeyboardEvent} */ event) => {
       if (event.key !== 'Enter' || !(event.ctrlKey || event.metaKey)) return;
       event.preventDefault();
       if (shell.state === 'ready') byId('write-form').requestSubmit();
@@ -67,7 +69,8 @@ export class WritePanel {
 
   /** @param {import("./client.mjs").OpenedInfo} info */
   opened(info) {
-    const kind = (bundle) => (bundle === null || bundle.tokenizer ? 'text' : 'ids');
+    const kind = (/** @type {import("./client.mjs").OpenedInfo|null} */ bundle) =>
+      bundle === null || bundle.tokenizer ? 'text' : 'ids';
     this.#prompts[kind(this.#info)] = byId('prompt').value;
     this.#info = info;
     byId('prompt').value = this.#prompts[kind(info)];
@@ -88,23 +91,32 @@ export class WritePanel {
     shell.enter('generating', 'Reading the prompt');
     this.#plot.clear();
     const asText = this.#info?.tokenizer ?? true;
-    this.#view.begin(asText ? request.prompt.prompt : `${request.prompt.ids.join(' ')} `);
+    this.#view.begin('prompt' in request.prompt ? request.prompt.prompt : `${request.prompt.ids.join(' ')} `);
     const pace = new Pace();
     pace.show(true);
     const began = performance.now();
-    const onMessage = (message) => {
+    /** How far the prompt was read. @type {import("./client.mjs").Progress|null} */
+    let reading = null;
+    const showReading = () => {
+      if (reading !== null && reading.done < reading.total && performance.now() - began >= UNNOTICED_MS)
+        shell.progress(reading);
+    };
+    const soon = setTimeout(showReading, UNNOTICED_MS + 10);
+    const onMessage = (/** @type {any} */ message) => {
       if (message.type === 'text') {
         if (asText) this.#view.append(message.text);
       } else if (message.type === 'token') {
         if (!asText) this.#view.append(`${message.tokenId} `);
         if (pace.count === 0) {
+          reading = null;
           shell.progress(null); // what was shown is how far the prompt was read
           shell.status('Writing');
         }
         pace.add(message);
         if (pace.count > 1) this.#plot.add({ context: message.context, ms: message.ms });
-      } else if (message.type === 'progress' && message.done < message.total) {
-        shell.progress({ ...message, what: 'Reading the prompt' });
+      } else if (message.type === 'progress') {
+        reading = { ...message, what: 'Reading the prompt' };
+        showReading();
       }
     };
     try {
@@ -112,25 +124,31 @@ export class WritePanel {
       this.#view.end(asText && result ? result.text : undefined);
       pace.end(result);
       const ending = ENDINGS[result?.stoppedBy ?? 'cancelled'];
-      shell.enter(
-        'ready',
-        `Wrote ${plural(pace.count, 'token')} in ${formatDuration(performance.now() - began)}: ${ending}`,
-      );
+      if (shell.is('generating'))
+        shell.enter(
+          'ready',
+          `Wrote ${plural(pace.count, 'token')} in ${formatDuration(performance.now() - began)}: ${ending}`,
+        );
     } catch (error) {
       this.#view.end();
-      if (shell.state === 'generating') shell.enter('ready', 'Writing ended with an error');
+      if (shell.is('generating')) shell.enter('ready', 'Writing ended with an error');
       shell.fail(error);
     }
+    clearTimeout(soon);
     this.#plot.finish();
   }
 
-  /** What the fields say, or null where one is wrong; that is then shown beside it. */
+  /**
+   * What the fields say, or null where one is wrong; that is then shown beside it.
+   * @returns {{prompt: {prompt: string}|{ids: number[]}, options: object}|null}
+   */
   #read() {
     const typed = Object.fromEntries(Object.entries(FIELDS).map(([name, id]) => [name, byId(id).value]));
     if (!this.#info?.tokenizer) typed.stopStrings = '';
     const { options, errors } = readOptions(/** @type {any} */ (typed));
     const prompt = byId('prompt').value;
     const ids = this.#info?.tokenizer ? [] : readIds(prompt, this.#info?.vocabSize ?? 0);
+    /** @type {Record<string, string>} */
     const found = { ...(typeof ids === 'string' ? { prompt: ids } : {}), ...errors };
     const wrong = [['prompt', 'prompt'], ...Object.entries(FIELDS)].filter(([name, id]) => showError(id, found[name]));
     if (wrong.length > 0) {
@@ -182,14 +200,20 @@ class Pace {
     if (result) this.#write(result.tokensPerSecond, result.firstTokenMs);
   }
 
+  /** @param {number|null} speed @param {number} first */
   #write(speed, first) {
-    byId('tokens-per-second').textContent = formatFigure(speed > 0 ? speed : NaN);
+    byId('tokens-per-second').textContent = formatFigure(speed !== null && speed > 0 ? speed : NaN);
     byId('first-token').textContent = formatDuration(this.count > 0 ? first : NaN);
     byId('context').textContent = this.count > 0 ? formatCount(this.#context) : '–';
   }
 }
 
-/** Shows or removes a field's error. @returns {boolean} whether there is one */
+/**
+ * Shows or removes a field's error.
+ * @param {string} id
+ * @param {string|undefined} text
+ * @returns {boolean} whether there is one
+ */
 function showError(id, text) {
   const place = byId(`${id}-error`);
   place.textContent = text ?? '';

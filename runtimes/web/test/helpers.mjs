@@ -1,9 +1,10 @@
 /** What several tests share. */
 
-import { cp, mkdtemp, readFile, writeFile } from 'node:fs/promises';
+import { cp, mkdtemp, readFile, rm, writeFile } from 'node:fs/promises';
 import { createHash } from 'node:crypto';
 import os from 'node:os';
 import path from 'node:path';
+import { after } from 'node:test';
 import { fileURLToPath } from 'node:url';
 
 const here = path.dirname(fileURLToPath(import.meta.url));
@@ -15,9 +16,20 @@ export async function fixture(name) {
   return JSON.parse(await readFile(path.join(here, 'fixtures', name), 'utf8'));
 }
 
+/** @type {string[]} */
+const made = [];
+after(() => Promise.all(made.map((folder) => rm(folder, { recursive: true, force: true }))));
+
+/** A folder that is gone when the tests of a file are done. */
+export async function newFolder() {
+  const folder = await mkdtemp(path.join(os.tmpdir(), 'caracal-web-'));
+  made.push(folder);
+  return folder;
+}
+
 /** A copy of the probe that a test may break. */
 export async function copyOfProbe() {
-  const folder = path.join(await mkdtemp(path.join(os.tmpdir(), 'caracal-web-')), 'bundle');
+  const folder = path.join(await newFolder(), 'bundle');
   await cp(PROBE, folder, { recursive: true });
   return folder;
 }

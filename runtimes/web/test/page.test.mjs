@@ -3,7 +3,10 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 
+import { LimitError, NotRunError } from '../lib/errors.mjs';
+import { Client } from '../page/client.mjs';
 import { bundleFolder } from '../page/drop.mjs';
+import { failureOf } from '../page/failures.mjs';
 import { formatBytes, formatScientific } from '../page/format.mjs';
 import { readIds, readOptions, readStopStrings } from '../page/options.mjs';
 import { runningMedian, ticks, topOfScale } from '../page/plot_scale.mjs';
@@ -92,4 +95,57 @@ test('the scale of the plot has all of it, and ticks at round numbers', () => {
   assert.ok(marks.length >= 2 && marks.every((mark) => mark >= 6 && mark <= 304 && Number.isInteger(mark)));
   assert.ok(topOfScale([1, 1, 1, 9]) >= 1 && topOfScale([0, 0]) > 0);
   assert.equal(runningMedian([1, 5, 2], 15).length, 3);
+});
+
+test('where memory is short, that is said, whoever found out', () => {
+  for (const error of [
+    new RangeError('Invalid typed array length: 9000000000'),
+    new RangeError('Array buffer allocation failed'),
+    new RangeError('WebAssembly.Memory(): could not allocate memory'),
+    new Error('Out of memory'),
+    new NotRunError('forward.onnx: the provider failed: std::bad_alloc'),
+    'Aborted(OOM)',
+  ]) {
+    const { kind, message } = failureOf(error);
+    assert.equal(kind, 'limit');
+    assert.match(message, /^There is not enough memory \(.+\)\. Close other pages/);
+  }
+  assert.deepEqual(failureOf(new LimitError('x: no memory, out of memory')), {
+    kind: 'limit',
+    message: 'x: no memory, out of memory',
+  });
+  assert.equal(failureOf(new NotRunError('forward.onnx: unknown operator')).kind, 'not_run');
+  assert.equal(failureOf(new TypeError('x is undefined')).kind, 'internal');
+});
+
+test('a request whose worker is ended for another one is cancelled, and one whose worker dies is told why', async () => {
+  /** @type {any[]} */
+  const workers = [];
+  class FakeWorker extends EventTarget {
+    constructor() {
+      super();
+      workers.push(this);
+    }
+    postMessage() {}
+    terminate() {}
+  }
+  const { Worker } = globalThis;
+  globalThis.Worker = /** @type {any} */ (FakeWorker);
+  try {
+    /** @type {any[]} */
+    const deaths = [];
+    const client = new Client((failure) => deaths.push(failure));
+    const opening = () => client.open({ url: 'https://h/' }, { ep: 'wasm', threads: 1 }, () => undefined);
+    const first = opening();
+    const second = opening();
+    assert.deepEqual(await first, { type: 'cancelled' });
+    workers[1].dispatchEvent(Object.assign(new Event('error'), { message: 'Uncaught RangeError: Out of memory' }));
+    await assert.rejects(second, { kind: 'limit' });
+    assert.deepEqual(
+      deaths.map(({ kind }) => kind),
+      ['limit'],
+    );
+  } finally {
+    globalThis.Worker = Worker;
+  }
 });
