@@ -674,7 +674,7 @@ class TestUsage:
     def test_commands_come_in_the_order_of_a_first_use(self, caracal: Caracal) -> None:
         lines = caracal("--help").out.splitlines()
         names = [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "]
-        assert [name for name in names if name != "COMMAND"][:13] == [
+        assert [name for name in names if name != "COMMAND"][:14] == [
             "demo",
             "export",
             "info",
@@ -683,6 +683,7 @@ class TestUsage:
             "providers",
             "generate",
             "score",
+            "web",
             "parity",
             "bisect",
             "sign",

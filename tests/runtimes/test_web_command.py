@@ -487,9 +487,11 @@ def test_many_clients_at_once(server: WebServer) -> None:
 
 
 # The page and its packages are the test's own; all else is as a user starts it.
+# A shell without job control lets its children ignore SIGINT; a terminal does not.
 COMMAND = """
-import sys
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from caracal_runtimes import web_files
 web_files.web_folder = lambda: Path(sys.argv[1])
 from caracal_runtimes.cli import main
@@ -526,12 +528,11 @@ def test_it_says_where_it_listens_and_ends_quietly(parts: Parts, how: signal.Sig
         size = sum(entry.bytes for entry in Bundle.open(parts.bundle).manifest.files.values())
         assert rest == ["probe", f"{size / 1e6:.1f} MB", "(Ctrl-C ends)\n"]
         port = int(url.removeprefix("http://127.0.0.1:").removesuffix("/"))
-        connection = HTTPConnection("127.0.0.1", port, timeout=20)  # which stays open
-        connection.request("GET", "/bundle/manifest.json")
-        assert connection.getresponse().read() == (PROBE / "manifest.json").read_bytes()
-        process.send_signal(how)
-        assert process.wait(20) == 0
-        connection.close()
+        with closing(HTTPConnection("127.0.0.1", port, timeout=20)) as connection:  # which stays open meanwhile
+            connection.request("GET", "/bundle/manifest.json")
+            assert connection.getresponse().read() == (PROBE / "manifest.json").read_bytes()
+            process.send_signal(how)
+            assert process.wait(20) == 0
         out, err = process.communicate()
         assert (out, err) == ("", "")
 
