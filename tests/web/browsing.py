@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -188,12 +187,6 @@ class Tab:
     def longest_gap(self) -> float:
         """The longest time in milliseconds that the page did nothing else since this was asked last."""
         return float(self.page.evaluate("() => { const gap = longestGap; longestGap = 0; return gap; }"))
-
-
-def milliseconds(shown: str) -> float:
-    """A duration as the page writes it."""
-    number, unit = re.fullmatch(r"([\d.]+) (ms|s)", shown).groups()  # type: ignore[union-attr]
-    return float(number) * {"ms": 1, "s": 1000}[unit]
 
 
 def lacking() -> str:
