@@ -8,6 +8,7 @@ import { readGraph } from './onnx_graph.mjs';
 import { problemOf } from './placement.mjs';
 import { TextCodec } from './text.mjs';
 
+const WEIGHTLESS = ['convolve', 'convolve_long'];
 const COPIES = 3; // of the weights, where graphs cannot share them: forward, step, and extend once a text is long
 
 /**
@@ -98,7 +99,7 @@ export class Model {
 
   /** @param {string} graph */
   async #open(graph) {
-    await this.bundle.weights();
+    if (!WEIGHTLESS.includes(graph)) await this.bundle.weights();
     const spec = this.bundle.manifest.graphs[graph];
     checkGraph(spec, readGraph(await this.bundle.read(spec.file), spec.file), this.bundle.manifest.weights);
     const { session, placement } = await this.engine.open(this.bundle, graph);

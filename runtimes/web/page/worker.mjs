@@ -61,20 +61,24 @@ async function open({ source, ep, threads }, signal, send) {
   if (mixing === 'dft') refuseOrWarn(ep, warn);
   if (bundle.name === 'bundle' && manifest.sourceName) bundle.name = manifest.sourceName; // where it is served says nothing
   const wanted = Object.keys(manifest.files).filter((name) => name !== manifest.golden.file); // the recorded outputs are for parity alone
-  await bundle.readAll(wanted, {
-    signal,
-    progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'bytes' }),
-  });
   const engine = await browserEngine(ep, { threads, base: ORT }); // one in a worker's life: the page makes a new worker for each bundle
   const { Tokenizer } = manifest.tokenizer === null ? { Tokenizer: undefined } : await import(TOKENIZERS.href);
   const model = new Model(bundle, engine, { Tokenizer });
   let parameters;
   try {
+    // The graph that reads no weights makes ONNX Runtime start, which takes longer than all the rest, while the others are read.
+    const started = model.graphs.session('convolve');
+    started.catch(() => undefined); // told below
+    await bundle.readAll(wanted, {
+      signal,
+      progress: (what, done, total) => send({ type: 'progress', what, done, total, unit: 'bytes' }),
+    });
     parameters = await bundle.parameters();
     await model.codec();
-    for (const [at, graph] of ['forward', engine.resident ? 'step_resident' : 'step', 'convolve'].entries()) {
+    await started;
+    for (const [at, graph] of ['forward', engine.resident ? 'step_resident' : 'step'].entries()) {
       if (signal.aborted) throw new CancelledError();
-      send({ type: 'progress', what: manifest.graphs[graph].file, done: at, total: 3, unit: 'steps' });
+      send({ type: 'progress', what: manifest.graphs[graph].file, done: at, total: 2, unit: 'steps' });
       await model.graphs.session(graph);
     }
   } catch (error) {
