@@ -78,12 +78,6 @@ export class Row {
     this.queue.add(this.schedule.settle(), AT_ONCE);
     await this.queue.finish();
   }
-
-  /** Bytes that it holds. */
-  get bytes() {
-    const carried = [...this.carried.conv, ...this.carried.keys, ...this.carried.values];
-    return this.history.bytes + carried.reduce((sum, array) => sum + array.byteLength, 0);
-  }
 }
 
 /**

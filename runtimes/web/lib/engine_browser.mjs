@@ -1,7 +1,7 @@
 /** Providers in a browser: WebAssembly with SIMD and threads, and WebGPU where there is an adapter. */
 
 import { InputError, NotRunError } from './errors.mjs';
-import { readGraph } from './onnx_graph.mjs';
+import { WEIGHTLESS } from './graph_interface.mjs';
 import { fromLog, sortNodes } from './placement.mjs';
 import { TO_HOST } from './resident_batch.mjs';
 import { Session, firstLine } from './session.mjs';
@@ -56,10 +56,10 @@ export async function browserEngine(ep, { threads = 1, base }) {
     },
     bytes: WASM_BYTES,
     bufferBytes: gpu?.bufferBytes,
-    async open(bundle, graph) {
+    async open(bundle, graph, parsed) {
       const { file: name, outputs } = bundle.manifest.graphs[graph];
       const bytes = await bundle.read(name);
-      const reads = graph.startsWith('convolve') ? [] : bundle.manifest.weights;
+      const reads = WEIGHTLESS.includes(graph) ? [] : bundle.manifest.weights;
       const externalData = await Promise.all(reads.map(async (path) => ({ path, data: await bundle.read(path) })));
       /** @type {Record<string, any>} */
       const places = {};
@@ -81,7 +81,7 @@ export async function browserEngine(ep, { threads = 1, base }) {
             ort.InferenceSession.create(bytes, { ...options, logSeverityLevel: 0 }),
           );
           await result.release();
-          placement = sortNodes(name, readGraph(bytes, name), fromLog(log), own);
+          placement = sortNodes(name, parsed, fromLog(log), own);
         }
         return { session: new Session(ort, await ort.InferenceSession.create(bytes, options), name, pause), placement };
       } catch (error) {

@@ -57,7 +57,7 @@ export async function nodeEngine(name, settings = {}) {
   return {
     ...engine,
     ort,
-    async open(bundle, graph) {
+    async open(bundle, graph, parsed) {
       const { file } = bundle.manifest.graphs[graph];
       const create = async (/** @type {object} */ more) => {
         const location = wasm ? undefined : bundle.source.path?.(file);
@@ -73,7 +73,7 @@ export async function nodeEngine(name, settings = {}) {
       };
       try {
         const own = provider.own === 'CPUExecutionProvider';
-        const placement = own ? null : await measured(ort, bundle, graph, provider.own, create);
+        const placement = own ? null : await measured(ort, bundle, graph, parsed, provider.own, create);
         return { session: new Session(ort, await create({}), file, pause), placement };
       } catch (error) {
         throw new NotRunError(`${file}: ${request.name} cannot load it: ${firstLine(error)}`);

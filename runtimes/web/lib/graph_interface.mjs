@@ -6,6 +6,9 @@
 import { BundleError, shown } from './errors.mjs';
 import { MHF } from './manifest.mjs';
 
+/** Graphs that read no weights. */
+export const WEIGHTLESS = ['convolve', 'convolve_long'];
+
 const AGAIN = 'manifest and graphs do not belong together, export the checkpoint again';
 
 /**

@@ -140,11 +140,4 @@ export class History {
       for (let c = 0; c < width; c++) stored[to + c] += terms[from + c];
     }
   }
-
-  /** Bytes held. */
-  get bytes() {
-    let total = 0;
-    for (const array of [...this.segments, ...this.owed.values()]) total += array.byteLength;
-    return total;
-  }
 }

@@ -3,12 +3,11 @@
 import { DecodeGraphs } from './decode_graphs.mjs';
 import { LimitError, NotRunError, PlacementError } from './errors.mjs';
 import { generate } from './generation.mjs';
-import { checkGraph } from './graph_interface.mjs';
+import { WEIGHTLESS, checkGraph } from './graph_interface.mjs';
 import { readGraph } from './onnx_graph.mjs';
 import { problemOf } from './placement.mjs';
 import { TextCodec } from './text.mjs';
 
-const WEIGHTLESS = ['convolve', 'convolve_long'];
 const COPIES = 3; // of the weights, where graphs cannot share them: forward, step, and extend once a text is long
 
 /**
@@ -27,7 +26,7 @@ const COPIES = 3; // of the weights, where graphs cannot share them: forward, st
  * @property {Record<string, string>} machine what a reader of a report needs to know of it
  * @property {number | undefined} bytes memory in all
  * @property {number | undefined} bufferBytes of the largest tensor
- * @property {(bundle: import('./bundle.mjs').Bundle, graph: string) => Promise<Opened>} open
+ * @property {(bundle: import('./bundle.mjs').Bundle, graph: string, parsed: import('./onnx_graph.mjs').Graph) => Promise<Opened>} open
  *
  * @typedef {{session: import('./session.mjs').Session, placement: import('./placement.mjs').Placement | null}} Opened
  */
@@ -101,8 +100,9 @@ export class Model {
   async #open(graph) {
     if (!WEIGHTLESS.includes(graph)) await this.bundle.weights();
     const spec = this.bundle.manifest.graphs[graph];
-    checkGraph(spec, readGraph(await this.bundle.read(spec.file), spec.file), this.bundle.manifest.weights);
-    const { session, placement } = await this.engine.open(this.bundle, graph);
+    const parsed = readGraph(await this.bundle.read(spec.file), spec.file);
+    checkGraph(spec, parsed, this.bundle.manifest.weights);
+    const { session, placement } = await this.engine.open(this.bundle, graph, parsed);
     if (placement) {
       this.placements[graph] = placement;
       const problem = problemOf(placement);

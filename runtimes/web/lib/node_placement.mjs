@@ -5,19 +5,19 @@ import os from 'node:os';
 import path from 'node:path';
 
 import { NotRunError } from './errors.mjs';
-import { readGraph } from './onnx_graph.mjs';
 import { fromProfile, sortNodes } from './placement.mjs';
 
 /**
  * @param {import('./session.mjs').Ort} ort
  * @param {import('./bundle.mjs').Bundle} bundle
  * @param {string} graph
+ * @param {import('./onnx_graph.mjs').Graph} parsed what is in its file
  * @param {string} own ONNX Runtime's name of the provider that was asked for
  * @param {(more: object) => Promise<import('onnxruntime-common').InferenceSession>} create
  * @returns {Promise<import('./placement.mjs').Placement>}
  * @throws {NotRunError} no profile was written
  */
-export async function measured(ort, bundle, graph, own, create) {
+export async function measured(ort, bundle, graph, parsed, own, create) {
   const { file, inputs, outputs } = bundle.manifest.graphs[graph];
   const folder = await mkdtemp(path.join(os.tmpdir(), 'caracal-profile-'));
   try {
@@ -34,7 +34,7 @@ export async function measured(ort, bundle, graph, own, create) {
     const [name] = await readdir(folder);
     if (name === undefined) throw new NotRunError('the runtime wrote no profile, so it cannot be told where nodes ran');
     const profile = await readFile(path.join(folder, name), 'utf8');
-    return sortNodes(file, readGraph(await bundle.read(file), file), fromProfile(profile), own);
+    return sortNodes(file, parsed, fromProfile(profile), own);
   } finally {
     await rm(folder, { recursive: true, force: true });
   }

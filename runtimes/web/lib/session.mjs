@@ -51,11 +51,6 @@ export class Session {
     }
   }
 
-  /** Names of the graph's inputs. */
-  get inputNames() {
-    return this.inner.inputNames;
-  }
-
   async release() {
     await this.inner.release();
   }
