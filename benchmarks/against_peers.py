@@ -19,12 +19,13 @@ from benchmarks.decoding import row_at, stepper
 from benchmarks.interleave import Samples, Side, interleave, ratio, summary, timed
 from benchmarks.models import random_bundle, random_model
 from benchmarks.outcome import NotMeasuredError, Outcome, Settings
-from benchmarks.peers.process import INSTALLED_AS, PeerProcess
+from benchmarks.peers.process import INSTALLED_AS, PeerEndedError, PeerProcess
 
 PRESET = "small"
 PREFILL_LENGTHS = (2048, 8192)
 DECODE_CONTEXTS = (128, 16384)
 _ROOM = 128  # tokens that a context has beyond what is read
+_TRIED_AT = 64  # tokens that are read to see whether a peer runs at all
 _CHOOSE_AT = 1024  # the context at which llama.cpp's faster attention is chosen
 
 
@@ -34,16 +35,42 @@ class _Peers:
     def __init__(self, settings: Settings, stack: ExitStack) -> None:
         self.settings = settings
         self.found: dict[str, PeerProcess] = {}
-        self.missing: dict[str, str] = {}
+        self._missing: dict[str, str] = {}
+        self._crashed: dict[tuple[str, str], str] = {}  # by peer and precision
         self._loaded: list[tuple[PeerProcess, str]] = []
+        self._stack = stack
         for name in INSTALLED_AS:
-            arguments = (name, settings.peers[name]) if name in settings.peers else (name,)
-            try:
-                self.found[name] = stack.enter_context(PeerProcess(*arguments))
-            except NotMeasuredError as error:
-                self.missing[name] = str(error)
+            self._start(name)
         if not self.found:
-            raise NotMeasuredError("; ".join(self.missing.values()))
+            raise NotMeasuredError("; ".join(self._missing.values()))
+
+    def _start(self, name: str) -> None:
+        arguments = (name, self.settings.peers[name]) if name in self.settings.peers else (name,)
+        try:
+            self.found[name] = self._stack.enter_context(PeerProcess(*arguments))
+        except NotMeasuredError as error:
+            self._missing[name] = str(error)
+
+    def runs(self, peer: str, precision: str) -> bool:
+        """Whether a peer is here, and reads and writes with weights of this precision. One that crashes is started anew."""
+        if peer not in self.found or (peer, precision) in self._crashed:
+            return False
+        try:
+            self.load(peer, "trying", precision, _TRIED_AT)
+            self.found[peer].call("prefill", name="trying", length=_TRIED_AT)
+            self.found[peer].call("decode", name="trying", context=_TRIED_AT, count=2)
+        except PeerEndedError as error:
+            self._crashed[peer, precision] = f"{error} with {precision} weights"
+            ended = self.found.pop(peer)
+            self._loaded = [(process, loaded) for process, loaded in self._loaded if process is not ended]
+            self._start(peer)
+            return False
+        self.free()
+        return True
+
+    def why_not(self, peer: str, precision: str) -> str | None:
+        """Why a peer is not compared with, None if it is."""
+        return self._missing.get(peer) or self._crashed.get((peer, precision))
 
     def load(self, peer: str, name: str, precision: str, context: int, **options: Any) -> PeerProcess:
         """A peer with a model that is ready to read."""
@@ -95,17 +122,19 @@ def measure_prefill(settings: Settings) -> dict[str, Outcome]:
     with _peers(settings) as peers:
         precisions = {"prefill-genai": "float32", "prefill-llama-int8": "int8"}
         models = _ours(settings, [precision for row, precision in precisions.items() if row in settings.rows])
+        llama = "int8" in models and peers.runs("llama_cpp", "int8")
+        genai = "float32" in models and peers.runs("ort_genai", "float32")
         for length in lengths:
             ids, last = np.random.default_rng(length).integers(2, 50257, (1, length)), np.asarray([[length - 1]])
             sides: dict[str, Side] = {
                 f"caracal {precision}": timed(partial(model.forward, ids, last)) for precision, model in models.items()
             }
-            if "llama_cpp" in peers.found and "int8" in models:
+            if llama:
                 for flash in (False, True):
                     name = f"llama.cpp int8{', flash attention' if flash else ''}"
                     peer = peers.load("llama_cpp", name, "int8", length, flash_attention=flash)
                     sides[name] = _reading(peer, name, length)
-            if "ort_genai" in peers.found and "float32" in models:
+            if genai:
                 name = "onnxruntime-genai float32"
                 sides[name] = _reading(peers.load("ort_genai", name, "float32", length), name, length)
             samples = interleave(sides, settings.turns(5), seconds=settings.seconds)
@@ -132,18 +161,19 @@ def measure_decode(settings: Settings) -> dict[str, Outcome]:
     with _peers(settings) as peers:
         models = _ours(settings, ("float32", "int4"))
         for precision, model in models.items():
-            flash = "llama_cpp" in peers.found and _flash_is_faster(peers, precision)
+            llama, genai = (peers.runs(peer, precision) for peer in ("llama_cpp", "ort_genai"))
+            flash = llama and _flash_is_faster(peers, precision)
             for context in contexts:
                 key = f"{precision} at {context}"
                 sides = {f"caracal {precision}": stepper(model.graphs, row_at(model.graphs, context), 8)}
                 if precision == "float32":  # as both peers hold theirs: in one copy that is laid out for this processor
                     packed = _ours(settings, (precision,), pack="1")[precision]
                     sides[f"caracal {precision}, packed"] = stepper(packed.graphs, row_at(packed.graphs, context), 8)
-                if "llama_cpp" in peers.found:
+                if llama:
                     name = f"llama.cpp {precision}{', flash attention' if flash else ''}"
                     peer = peers.load("llama_cpp", name, precision, context, flash_attention=flash)
                     sides[name] = _writing(peer, name, context)
-                if "ort_genai" in peers.found:
+                if genai:
                     name = f"onnxruntime-genai {precision}"
                     sides[name] = _writing(peers.load("ort_genai", name, precision, context), name, context)
                 samples = interleave(sides, settings.turns(12), seconds=settings.seconds)
@@ -193,8 +223,9 @@ def _compare(
     def fastest(names: Sequence[str]) -> str:
         return min(names, key=lambda name: summary(samples[name])["median_ms"])
 
+    missing = [reason for peer in wanted if (reason := peers.why_not(peer, precision))]
     if not theirs:
-        outcome.reasons[key] = "; ".join(peers.missing[peer] for peer in wanted)
+        outcome.reasons[key] = "; ".join(missing)
     else:
         own = [name for name in samples if name.startswith(f"caracal {precision}")]
         ours, best = fastest(own), fastest(theirs)
@@ -202,6 +233,6 @@ def _compare(
             **ratio(samples[best], samples[ours]),
             "against": best,
             "sides": {name: summary(samples[name]) for name in (*own, *theirs)},
-            "missing": [peers.missing[peer] for peer in wanted if peer in peers.missing],
+            "missing": missing,
         }
         print(f"{key}: {outcome.figures[key]['value']:.2f}x {best}", flush=True)

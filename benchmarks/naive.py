@@ -18,7 +18,7 @@ from torch import Tensor
 from caracal import CaracalModel
 
 
-class NaiveStep(graph_model._Weights):
+class NaiveStep(graph_model.BlockGraph):
     """One token [1] with past v and g [1, T, D] of each MHF layer, past keys and values [1, W, D] of the others."""
 
     def forward(self, input_ids: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -78,6 +78,7 @@ def export(model: CaracalModel, file: Path) -> None:
             verbose=False,
         )
     assert program is not None
+    passes.untangle(program.model)
     passes.clean(program.model)
     ir.save(program.model, file, external_data=f"{file.stem}.data")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,10 @@ _INSTALL = {
     "llama_cpp": "pip install llama-cpp-python gguf",
     "ort_genai": "pip install onnxruntime-genai torch transformers onnx onnx-ir",
 }
+
+
+class PeerEndedError(RuntimeError):
+    """A peer's process is gone, as native code that crashes leaves it."""
 
 
 class PeerProcess:
@@ -53,10 +58,13 @@ class PeerProcess:
         self.version: str = first["result"]["version"]
 
     def call(self, method: str, /, **arguments: Any) -> Any:
-        """Calls a method of the peer. Raises RuntimeError with its words when that fails."""
+        """Calls a method of the peer. Raises RuntimeError with its words when that fails, PeerEndedError when it crashes."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"call": method, "arguments": arguments}) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps({"call": method, "arguments": arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
         answer = self._read()
         if "error" in answer:
             raise RuntimeError(f"{INSTALLED_AS[self.name]}: {method}: {answer['error']}")
@@ -66,7 +74,8 @@ class PeerProcess:
         """Ends the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # what a process that is gone was to be told
+            self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
 
@@ -82,6 +91,9 @@ class PeerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{INSTALLED_AS[self.name]}: the process ended with code {self._process.wait(60)}")
+            raise self._ended()
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _ended(self) -> PeerEndedError:
+        return PeerEndedError(f"{INSTALLED_AS[self.name]}: the process ended with code {self._process.wait(60)}")

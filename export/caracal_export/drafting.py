@@ -7,6 +7,7 @@ the latest token is the sum over all before it, which is cheap for the few hundr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,87 +21,106 @@ from caracal.model import Block, MultiHeadFourier, SlidingWindowAttention
 
 @dataclass
 class _Fourier:
-    """What an MHF layer remembers: v and g of all tokens [T, D], inputs of its convolution's last taps [K - 1, D]."""
+    """What an MHF layer remembers of each row: v and g of all tokens [T, D], inputs of its convolution's last taps [K - 1, D]."""
 
-    v: Tensor
-    g: Tensor
-    taps: Tensor
+    v: list[Tensor]
+    g: list[Tensor]
+    taps: list[Tensor]
 
 
 @dataclass
 class _Window:
-    """What an SWA layer remembers: keys and values [T, H, Dh]."""
+    """What an SWA layer remembers of each row: keys and values [T, H, Dh]."""
 
-    k: Tensor
-    v: Tensor
+    k: list[Tensor]
+    v: list[Tensor]
 
 
 @torch.no_grad()
-def draft_greedy(model: CaracalModel, ids: Tensor, count: int) -> list[int]:
-    """The tokens that greedy decoding most likely writes.
+def draft_greedy(model: CaracalModel, rows: Sequence[Tensor], count: int) -> list[list[int]]:
+    """The tokens that greedy decoding most likely writes, behind several rows together: a token takes the time in which the weights are read.
 
     Args:
         model: the reference, in eval mode.
-        ids: what comes before, [T] int64, T >= 1.
-        count: how many tokens to write.
+        rows: what comes before, each [T] int64, T >= 1.
+        count: how many tokens to write behind each.
     """
-    x = model.embed_tokens(ids)  # (T, D)
+    hidden = [model.embed_tokens(ids) for ids in rows]  # each (T, D)
     memory: list[_Fourier | _Window] = []
-    for block in model.blocks:
-        x, remembered = _read(cast("Block", block), x)
+    for module in model.blocks:
+        block = cast("Block", module)
+        remembered: _Fourier | _Window = _Window([], []) if block.mhf is None else _Fourier([], [], [])
+        hidden = [_read(block, x, remembered) for x in hidden]
         memory.append(remembered)
-    drafted: list[int] = []
-    for _ in range(count):
-        token = model.lm_head(model.norm(x[-1])).argmax()
-        drafted.append(int(token))
-        if len(drafted) == count:
+    x = torch.stack([row[-1] for row in hidden])  # (R, D)
+    drafted: list[list[int]] = [[] for _ in rows]
+    for written in range(1, count + 1):
+        tokens = model.lm_head(model.norm(x)).argmax(-1)
+        for row, token in zip(drafted, tokens.tolist(), strict=True):
+            row.append(token)
+        if written == count:
             break
-        x = model.embed_tokens(token)[None]  # (1, D)
-        for block, remembered in zip(model.blocks, memory, strict=True):
-            x = _step(cast("Block", block), x, remembered)
+        x = model.embed_tokens(tokens)
+        for module, remembered in zip(model.blocks, memory, strict=True):
+            x = _step(cast("Block", module), x, remembered)
     return drafted
 
 
-def _read(block: Block, x: Tensor) -> tuple[Tensor, _Fourier | _Window]:
-    remembered: _Fourier | _Window
-    if block.mhf is not None:
+def _read(block: Block, x: Tensor, remembered: _Fourier | _Window) -> Tensor:
+    """A row's tokens, [T, D] -> [T, D]; what is to be remembered of them is put to what is there."""
+    if isinstance(remembered, _Fourier):
+        assert block.mhf is not None
         inputs = block.mhf.input_norm(x)
         n = block.mhf.norm(mixing.depthwise_causal_conv(inputs[None], block.mhf.pre_conv.weight))
         v, g = _streams(block.mhf, n)
         y = block.mhf.out_proj(block.mhf.mix(v, g))[0]
         taps = block.mhf.pre_conv.weight.shape[-1] - 1
         padded = F.pad(inputs, (0, 0, taps, 0))
-        remembered = _Fourier(v[0], g[0], padded[len(padded) - taps :])
+        remembered.v.append(v[0])
+        remembered.g.append(g[0])
+        remembered.taps.append(padded[len(padded) - taps :])
     else:
         assert block.swa is not None
         q, k, v = _attention(block.swa, x)
         y = block.swa.out_proj(block.swa.attend(q[None], k[None], v[None])[0].flatten(1))
-        remembered = _Window(k, v)
+        remembered.k.append(k)
+        remembered.v.append(v)
     x = x + y
-    return x + block.ffn(x), remembered
+    return x + block.ffn(x)
 
 
 def _step(block: Block, x: Tensor, remembered: _Fourier | _Window) -> Tensor:
-    """[1, D] -> [1, D]; what is remembered grows by this token."""
+    """A token of each row, [R, D] -> [R, D]; what is remembered grows by them."""
     if isinstance(remembered, _Fourier):
         assert block.mhf is not None
-        taps = torch.cat((remembered.taps, block.mhf.input_norm(x)))  # (K, D)
-        remembered.taps = taps[1:]
-        n = block.mhf.norm((taps * block.mhf.pre_conv.weight[:, 0].t()).sum(0, keepdim=True))
-        v, g = _streams(block.mhf, n[None])
-        remembered.v, remembered.g = torch.cat((remembered.v, v[0])), torch.cat((remembered.g, g[0]))
-        y = block.mhf.out_proj((remembered.v * remembered.g.flip(0)).sum(0, keepdim=True))
+        inputs = block.mhf.input_norm(x)
+        taps = torch.stack(
+            [torch.cat((last, inputs[row, None])) for row, last in enumerate(remembered.taps)]
+        )  # (R, K, D)
+        remembered.taps = list(taps[:, 1:])
+        n = block.mhf.norm((taps * block.mhf.pre_conv.weight[:, 0].t()).sum(1))
+        v, g = (stream[0] for stream in _streams(block.mhf, n[None]))
+        remembered.v, remembered.g = _longer(remembered.v, v), _longer(remembered.g, g)
+        mixed = [(a * b.flip(0)).sum(0) for a, b in zip(remembered.v, remembered.g, strict=True)]
+        y = block.mhf.out_proj(torch.stack(mixed))
     else:
         assert block.swa is not None
         q, k, v = _attention(block.swa, x)
         window = block.swa.window
-        remembered.k = torch.cat((remembered.k, k))[-window:]
-        remembered.v = torch.cat((remembered.v, v))[-window:]
-        scores = torch.einsum("qhd,khd->hqk", q, remembered.k) / q.shape[-1] ** 0.5
-        y = torch.einsum("hqk,khd->qhd", scores.softmax(-1), remembered.v)
-        y = block.swa.out_proj(y.flatten(1))
+        remembered.k = [keys[-window:] for keys in _longer(remembered.k, k)]
+        remembered.v = [values[-window:] for values in _longer(remembered.v, v)]
+        attended = []
+        for row, (keys, values) in enumerate(zip(remembered.k, remembered.v, strict=True)):
+            scores = torch.einsum("hd,khd->hk", q[row], keys) / q.shape[-1] ** 0.5
+            attended.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values).flatten())
+        y = block.swa.out_proj(torch.stack(attended))
     x = x + y
     return x + block.ffn(x)
+
+
+def _longer(rows: Sequence[Tensor], tokens: Tensor) -> list[Tensor]:
+    """Each row with its token behind it."""
+    return [torch.cat((row, tokens[index, None])) for index, row in enumerate(rows)]
 
 
 def _streams(mhf: MultiHeadFourier, n: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from caracal_runtimes.errors import InputError
 from caracal_runtimes.limits import check_forward
 from caracal_runtimes.manifest import GoldenCase, GoldenGreedy, GoldenText, ModelSpec
-from caracal_runtimes.parity import Progress
+from caracal_runtimes.parity import AT_ONCE, Progress
 from caracal_runtimes.text import encode_text
 from numpy.typing import NDArray
 
@@ -35,8 +35,6 @@ _SEED = 20260502
 _LOGIT_BYTES = 1 << 19  # logits recorded per row at most; fewer positions are kept for large vocabularies
 _COLUMNS = 64  # vocabulary ids recorded per position where all positions are
 _COVERAGE_LENGTH = 512
-#: Ends the names of cases that are compared as one pass only: in pieces they would take long, or show nothing new.
-AT_ONCE = "_at_once"
 _MOST_LONGEST = 8192  # tokens up to which a pass as long as a bundle's bound is recorded
 _COVERAGE_VOCABULARY = 16384  # up to here all ids are read even where a tied head shows every row anyway
 GREEDY_TOKENS = 128
@@ -76,14 +74,19 @@ def record(
     plans, prompts = _planned(model.config, lags, longest)
     recorded = Recorded()
     total = len(plans) + len(prompts)
+    read: _Plan | None = None
+    hidden: list[torch.Tensor] = []
     for index, plan in enumerate(plans):
         if progress is not None:
             progress(plan.name, index, total)
-        _record_case(model, plan, recorded)
-    for index, (name, prompt) in enumerate(prompts.items()):
-        if progress is not None:
-            progress(name, len(plans) + index, total)
-        _record_greedy(model, name, prompt, recorded)
+        if read is None or plan.rows is not read.rows:
+            read, hidden = plan, [_hidden_states(model, row) for row in plan.rows]
+        _record_case(model, plan, hidden, recorded)
+    if progress is not None:
+        progress("continuations", len(plans), total)
+    drafts = draft_greedy(model, [torch.from_numpy(prompt) for prompt in prompts.values()], GREEDY_TOKENS)
+    for (name, prompt), drafted in zip(prompts.items(), drafts, strict=True):
+        _record_greedy(model, name, prompt, drafted, recorded)
     if tokenizer is not None:
         _record_text(model, tokenizer, recorded, longest)
     row = max((plan.rows[0] for plan in plans if len(plan.rows) == 1), key=len)
@@ -213,7 +216,15 @@ def _positions(length: int, config: CaracalConfig) -> NDArray[np.int64]:
 
 
 @torch.no_grad()
-def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
+def _hidden_states(model: CaracalModel, row: NDArray[np.int64]) -> torch.Tensor:
+    """What the head reads of a row alone, unpadded: a padded batch must give the same. [1, L, D]."""
+    check_forward(spec_of(model.config), 1, len(row), 1)
+    return model.hidden_states(torch.from_numpy(row)[None])
+
+
+@torch.no_grad()
+def _record_case(model: CaracalModel, plan: _Plan, hidden: Sequence[torch.Tensor], recorded: Recorded) -> None:
+    """Records the logits of rows whose hidden states are known."""
     config = model.config
     length = max(map(len, plan.rows))
     kept = [np.arange(len(r)) if plan.columns is not None else _positions(len(r), config) for r in plan.rows]
@@ -225,9 +236,11 @@ def _record_case(model: CaracalModel, plan: _Plan, recorded: Recorded) -> None:
         ids[index, : len(row)] = row
         # A short row repeats its last position; what stands in its padding is never read.
         positions[index] = np.pad(keep, (0, positions.shape[1] - len(keep)), mode="edge")
-        # The reference runs each row alone, unpadded: a padded batch must give the same.
-        out = model(torch.from_numpy(row)[None], torch.from_numpy(positions[index : index + 1]))
-        logits.append(out.numpy() if plan.columns is None else out[..., torch.from_numpy(plan.columns)].numpy())
+        x = model.norm(gather_positions(hidden[index], torch.from_numpy(positions[index : index + 1])))
+        head = model.lm_head.weight
+        if plan.columns is not None:
+            head = head[torch.from_numpy(plan.columns)]
+        logits.append(F.linear(x, head).numpy())
     if not all(np.isfinite(row).all() for row in logits):
         where = first_not_finite(model, torch.from_numpy(ids))
         raise InputError(
@@ -298,17 +311,20 @@ def _prompts(config: CaracalConfig, rng: np.random.Generator) -> dict[str, NDArr
 
 
 @torch.no_grad()
-def _record_greedy(model: CaracalModel, name: str, prompt: NDArray[np.int64], recorded: Recorded) -> None:
+def _record_greedy(
+    model: CaracalModel, name: str, prompt: NDArray[np.int64], drafted: list[int], recorded: Recorded
+) -> None:
     """The reference's greedy tokens: each is the best of its logits behind all tokens before it.
 
-    The tokens are guessed first, and one pass of the reference over all of them says which are its own choice, because
+    The tokens are guessed first (`drafted`), and one pass of the reference over all of them says which are its own choice, because
     logits depend on nothing that follows. From the first that is not, the guess begins anew.
     """
     tokens: list[int] = []
     margins: list[float] = []
     while len(tokens) < GREEDY_TOKENS:
         known = torch.from_numpy(np.concatenate((prompt, np.asarray(tokens, dtype=np.int64))))
-        drafted = draft_greedy(model, known, GREEDY_TOKENS - len(tokens))
+        if tokens:
+            (drafted,) = draft_greedy(model, [known], GREEDY_TOKENS - len(tokens))
         ids = torch.cat((known, torch.tensor(drafted[:-1], dtype=torch.int64)))[None]
         # The positions behind which each drafted token stands.
         logits = model(ids, torch.arange(len(known) - 1, ids.shape[1])[None])[0]

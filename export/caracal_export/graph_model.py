@@ -244,7 +244,7 @@ class _Block(nn.Module):
         return x + self.ffn(x), state
 
 
-class _Weights(nn.Module):
+class BlockGraph(nn.Module):
     """The parameters, which all graphs but `ConvolveGraph` share."""
 
     def __init__(self, config: CaracalConfig) -> None:
@@ -281,7 +281,7 @@ class _Weights(nn.Module):
         return (self._logits(operators.gather_positions(x, logit_positions)), *state)
 
 
-class ForwardGraph(_Weights):
+class ForwardGraph(BlockGraph):
     """`input_ids` [B, L], `lengths` [B], `logit_positions` [B, P] (all int64) -> logits [B, P, V], state (float32).
 
     Rows are padded on the right; `lengths` says how many tokens of each are real. The state's tensors are those of
@@ -294,7 +294,7 @@ class ForwardGraph(_Weights):
         return self._read(input_ids, _Sequence(valid, lengths, None, iter(())), logit_positions)
 
 
-class ExtendGraph(_Weights):
+class ExtendGraph(BlockGraph):
     """As `ForwardGraph` for a chunk that continues sequences: also `starts` [B], the tokens before it, and the state.
 
     `past` holds the tensors of `state_names(config, "extend")`.
@@ -308,7 +308,7 @@ class ExtendGraph(_Weights):
         return self._read(input_ids, _Sequence(valid, lengths, starts, iter(past)), logit_positions)
 
 
-class StepGraph(_Weights):
+class StepGraph(BlockGraph):
     """One token per row: `input_ids` [B] (int64), `window_mask` [B, W], state -> logits [B, V], state (float32)."""
 
     def forward(self, input_ids: Tensor, window_mask: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -317,7 +317,7 @@ class StepGraph(_Weights):
         return (self._logits(x), *state)
 
 
-class ResidentStepGraph(_Weights):
+class ResidentStepGraph(BlockGraph):
     """As `StepGraph`, with the state given back as the next step takes it: nothing of it need pass through the host.
 
     Rows are pushed along, oldest first, instead of being overwritten in a ring: where outputs may not lie where inputs do,

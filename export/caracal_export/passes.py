@@ -14,10 +14,14 @@ _CONSTANT_LIMIT = 64  # elements up to which equal constants are merged
 _SHARED = "lengths"  # scope of what depends on the lengths alone
 
 
-def clean(model: ir.Model) -> None:
-    """Runs all passes, in place: one source per length, no repeated and no dead node, readable names."""
+def untangle(model: ir.Model) -> None:
+    """Takes what hangs together only by the way it was traced apart, in place: no Identity, one source per length."""
     common.IdentityEliminationPass()(model)
     read_lengths_from_inputs(model)
+
+
+def clean(model: ir.Model) -> None:
+    """Runs the passes that follow `untangle`, in place: no repeated and no dead node, readable names."""
     common.CommonSubexpressionEliminationPass(size_limit=_CONSTANT_LIMIT)(model)
     common.RemoveUnusedNodesPass()(model)
     common.TopologicalSortPass()(model)
@@ -105,7 +109,9 @@ def drop_tracing_metadata(model: ir.Model) -> None:
 def _scope(node: ir.Node) -> str:
     """The dotted module path of a traced node, or the operator's name for what the model itself does.
 
-    The tracer lists ['', 'blocks.3', 'blocks.3.mhf', ..., operator].
+    The tracer lists ['', 'blocks.3', 'blocks.3.mhf', ..., operator], operators numbered in the order in which they came.
     """
-    scopes = [scope for scope in re.findall(r"'([^']*)'", node.metadata_props.get(_SCOPES, "")) if scope]
-    return "" if not scopes else scopes[max(0, len(scopes) - 2)]
+    scopes: list[str] = [scope for scope in re.findall(r"'([^']*)'", node.metadata_props.get(_SCOPES, "")) if scope]
+    if len(scopes) > 1:
+        return scopes[-2]
+    return re.sub(r"_\d+$", "", scopes[0]) if scopes else ""

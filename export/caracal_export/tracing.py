@@ -18,6 +18,7 @@ from caracal.config import MHF
 from caracal_export import passes
 from caracal_export.folding import fold_constants
 from caracal_export.graph_model import (
+    BlockGraph,
     ConvolveGraph,
     ExtendGraph,
     ForwardGraph,
@@ -27,6 +28,7 @@ from caracal_export.graph_model import (
 )
 from caracal_export.lowerings import translation_table
 from caracal_export.opsets import IR_VERSIONS, TRACED_OPSET, retarget
+from caracal_export.unrolling import few_layers, unroll
 
 #: How many of the latest tokens a step mixes by itself; older ones come in blocks of half as many and more.
 LAGS = 64
@@ -54,24 +56,52 @@ def trace(
         it came from.
     """
     lengths = lengths if name in BOUNDED else ANY
-    module, inputs, outputs = _TRACED[name](model, lags)
+    whole, inputs, outputs = _TRACED[name](model, lags)
+    few = few_layers(model.config.layer_types) if isinstance(whole, BlockGraph) else None
+    if few is None or len(few) == len(model.config.layer_types):
+        traced = _trace(whole, inputs, outputs, mixing, lengths)
+        passes.untangle(traced)
+    else:
+        kinds = tuple(model.config.layer_types[index] for index in few)
+        with torch.device("meta"):
+            sample = CaracalModel(replace(model.config, num_hidden_layers=len(few), layer_types=kinds)).eval()
+        traced = _trace(*_TRACED[name](sample.requires_grad_(False), lags), mixing, lengths)
+        passes.untangle(traced)
+        unroll(
+            traced.graph,
+            kinds,
+            model.config.layer_types,
+            dict(whole.named_parameters()),
+            [tensor.name for tensor in _flat(inputs)],
+            outputs,
+        )
+    passes.clean(traced)
+    if lengths.most is not None:
+        fold_constants(traced)
+    traced.graph.name = name
+    traced.ir_version = IR_VERSIONS[TRACED_OPSET]
+    traced.producer_name, traced.producer_version = "caracal-onnx", None
+    return retarget(traced, opset)
+
+
+def _trace(module: torch.nn.Module, inputs: _Inputs, outputs: list[str], mixing: str, lengths: PassLengths) -> ir.Model:
+    """What the tracer makes of a module."""
     inputs = [
         [tensor.sized(lengths) for tensor in entry] if isinstance(entry, list) else entry.sized(lengths)
         for entry in inputs
     ]
     arguments, shapes = [], []
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     for entry in inputs:
         tensors = [t.example(device) for t in entry] if isinstance(entry, list) else entry.example(device)
         axes = [tensor.axes() for tensor in entry] if isinstance(entry, list) else entry.axes()
         arguments.append(tensors)
         shapes.append(axes)
-    names = [tensor.name for entry in inputs for tensor in (entry if isinstance(entry, list) else [entry])]
     with quiet_tracing():
         program = torch.onnx.export(
             module,
             tuple(arguments),
-            input_names=names,
+            input_names=[tensor.name for tensor in _flat(inputs)],
             output_names=outputs,
             dynamic_shapes=tuple(shapes),
             custom_translation_table=translation_table(mixing, lengths.most),
@@ -81,14 +111,7 @@ def trace(
             verbose=False,
         )
     assert program is not None
-    traced = program.model
-    passes.clean(traced)
-    if lengths.most is not None:
-        fold_constants(traced)
-    traced.graph.name = name
-    traced.ir_version = IR_VERSIONS[TRACED_OPSET]
-    traced.producer_name, traced.producer_version = "caracal-onnx", None
-    return retarget(traced, opset)
+    return program.model
 
 
 @dataclass(frozen=True)
@@ -115,6 +138,11 @@ class _Input:
 # Sizes of the example that is traced; none of them may show in a graph.
 _EXAMPLES = {"batch": 2, "length": 5, "positions": 3, "rows": 2, "block": 5, "lags": 7, "channels": 6}
 _Inputs = list["_Input | list[_Input]"]
+
+
+def _flat(inputs: _Inputs) -> list[_Input]:
+    """Inputs one after the other, as a graph has them."""
+    return [tensor for entry in inputs for tensor in (entry if isinstance(entry, list) else [entry])]
 
 
 def _reading(config: CaracalConfig) -> _Inputs:

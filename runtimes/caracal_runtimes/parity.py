@@ -41,7 +41,9 @@ from caracal_runtimes.sampling import SamplingOptions
 from caracal_runtimes.session import check_threads, default_threads
 from caracal_runtimes.tolerances import Tolerance
 
-_EVERYWHERE, _AT_ONCE, _BY_STEPS, _BY_CHUNKS = "_everywhere", "_at_once", "_by_steps", "_by_chunks"
+_EVERYWHERE, _BY_STEPS, _BY_CHUNKS = "_everywhere", "_by_steps", "_by_chunks"
+#: Ends the names of cases that are compared as one pass only: in pieces they would take long, or show nothing new.
+AT_ONCE = "_at_once"
 _MOST_BYTES_PER_TOKEN = 1024  # a larger number would make any likelihood look right
 _LOGIT_BYTES = 1 << 27  # of one pass where only some columns are compared
 _REPEATS = 3  # of the pass that is timed
@@ -218,7 +220,7 @@ def _replayed(cases: Sequence[GoldenCase]) -> list[tuple[GoldenCase, str]]:
     """
     everywhere = {case.name.removesuffix(_EVERYWHERE) for case in cases if case.name.endswith(_EVERYWHERE)}
     whole = [case for case in cases if case.name not in everywhere and case.length > 3]
-    fit = [case for case in whole if not case.name.endswith(_AT_ONCE)]
+    fit = [case for case in whole if not case.name.endswith(AT_ONCE)]
     batches = [case for case in fit if case.batch > 1]
     single = max((case for case in fit if case.batch == 1), key=lambda case: case.length, default=None)
     chosen = [*([single] if single is not None else []), *batches]

@@ -13,7 +13,13 @@ from caracal_runtimes.decoding import Stateful
 Logits = dict[tuple[int, int], NDArray[np.float32]]  # (row, position) -> [V], or [C] of C columns
 
 
-def by_steps(graphs: DecodeGraphs, rows: Sequence[Sequence[int]], columns: NDArray[np.int64] | None = None) -> Logits:
+def by_steps(
+    graphs: DecodeGraphs,
+    rows: Sequence[Sequence[int]],
+    columns: NDArray[np.int64] | None = None,
+    *,
+    last: int | None = None,
+) -> Logits:
     """Reads the first half of each row at once and the rest token by token, all rows together until each one ends.
 
     Args:
@@ -21,9 +27,11 @@ def by_steps(graphs: DecodeGraphs, rows: Sequence[Sequence[int]], columns: NDArr
         rows: token ids.
         columns: ids of the vocabulary whose logits are kept, [C]; all when None. A vocabulary's logits at every position
             are larger than all else.
+        last: tokens of a row that are read one by one at most; half of them when None.
     """
     decoder = Stateful(graphs)
-    heads = [row[: max(1, len(row) // 2)] for row in rows]
+    singles = [len(row) - len(row) // 2 if last is None else min(last, len(row) - len(row) // 2) for row in rows]
+    heads = [row[: max(1, len(row) - count)] for row, count in zip(rows, singles, strict=True)]
     found: Logits = {}
     for row, logits in enumerate(decoder.prefill(heads)):
         found[row, len(heads[row]) - 1] = _kept(logits, columns)

@@ -283,7 +283,7 @@ def test_a_wrong_step_that_the_cpu_does_not_run_is_not_written(
         return graph
 
     monkeypatch.setattr(exporter, "trace", backwards)
-    with pytest.raises(VerificationError, match="step_resident does not compute what step does"):
+    with pytest.raises(VerificationError, match="step_resident does not compute what the checkpoint does"):
         export_checkpoint(checkpoint, tmp_path / "out", threads=1)
     assert _names(tmp_path) == set()
 

@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 import torch
 from caracal_export import goldens
+from caracal_export.drafting import draft_greedy
 from caracal_runtimes.manifest import GoldenCase, Manifest
 from numpy.typing import NDArray
 
@@ -212,7 +213,9 @@ def _record_one(model: CaracalModel, prompt: list[int]) -> tuple[goldens.Recorde
 
     recorded = goldens.Recorded()
     handle = model.register_forward_hook(count)
-    goldens._record_greedy(model, "one", np.asarray(prompt, dtype=np.int64), recorded)
+    ids = np.asarray(prompt, dtype=np.int64)
+    (drafted,) = goldens.draft_greedy(model, [torch.from_numpy(ids)], goldens.GREEDY_TOKENS)
+    goldens._record_greedy(model, "one", ids, drafted, recorded)
     handle.remove()
     return recorded, passes
 
@@ -236,9 +239,11 @@ def test_wrong_guesses_cost_time_and_change_nothing(
     right, _ = _record_one(model, [1, 2, 3])
     drafted = goldens.draft_greedy
 
-    def guess(model: CaracalModel, ids: torch.Tensor, count: int) -> list[int]:
+    def guess(model: CaracalModel, rows: list[torch.Tensor], count: int) -> list[list[int]]:
         done = 32 - count
-        return [(t + 1) % 97 if done + n in wrong else t for n, t in enumerate(drafted(model, ids, count))]
+        return [
+            [(t + 1) % 97 if done + n in wrong else t for n, t in enumerate(row)] for row in drafted(model, rows, count)
+        ]
 
     monkeypatch.setattr(goldens, "draft_greedy", guess)
     got, passes = _record_one(model, [1, 2, 3])
@@ -270,3 +275,18 @@ def test_a_model_that_rounds_more_is_seen_to(random_model: Callable[..., Caracal
         block.mhf.value_proj.weight.mul_(30.0)  # products of large streams, of which little is left
         block.mhf.gate_proj.bias.sub_(20.0)
     assert goldens.own_rounding(model, row, at) > 3 * calm
+
+
+@torch.no_grad()
+def test_drafts_are_what_greedy_decoding_writes(random_model: Callable[..., CaracalModel]) -> None:
+    """Behind rows of several lengths at once. A wrong draft would alter no golden: each would be drafted anew, token by token."""
+    model = random_model(num_hidden_layers=4)
+    rng = np.random.default_rng(3)
+    rows = [torch.from_numpy(rng.integers(0, model.config.vocab_size, n)) for n in (1, 2, WINDOW, 3 * WINDOW + 1)]
+    drafts = draft_greedy(model, rows, 2 * WINDOW)
+    for row, drafted in zip(rows, drafts, strict=True):
+        written: list[int] = []
+        while len(written) < 2 * WINDOW:
+            known = torch.cat((row, torch.tensor(written, dtype=torch.int64)))
+            written.append(int(model(known[None])[0, -1].argmax()))
+        assert drafted == written
