@@ -73,9 +73,14 @@ def _blocked_attention(
         return op.Concat(*parts, axis=3)
 
     keys, values = with_blocks_before(k), with_blocks_before(v)
-    # Scaling the queries costs less than scaling the scores, and right before the product ONNX Runtime takes it into that.
-    q = op.Mul(split(q, ints(0), blocks), scalar(1.0 / math.sqrt(head_dim)))
-    scores = op.MatMul(q, op.Transpose(keys, perm=[0, 1, 2, 4, 3]))  # (B, H, blocks, C, 3C)
+    # ONNX Runtime takes a Transpose that stands right before a product into it, as long as it cannot make one Transpose of this and of the
+    # one that puts the heads in front: that moves single numbers, and is what the Reshape between them prevents.
+    queries = op.Reshape(split(q, ints(0), blocks), shape(0, -1, block, head_dim))
+    keys = op.Reshape(keys, shape(0, -1, op.Mul(block, ints(BEFORE + 1)), head_dim))
+    # Scaling the queries costs less than scaling the scores, and so near to the product it is taken into that as well.
+    q = op.Mul(queries, scalar(1.0 / math.sqrt(head_dim)))
+    scores = op.MatMul(q, op.Transpose(keys, perm=[0, 1, 3, 2]))  # (B, H blocks, C, 3C)
+    scores = op.Reshape(scores, shape(0, heads, blocks, block, -1))
     scores = op.Add(scores, _window_mask(block, blocks, starts, window))
     y = op.MatMul(op.Softmax(scores, axis=-1), values)  # (B, H, blocks, C, Dh)
     y = op.Reshape(op.Transpose(y, perm=[0, 2, 3, 1, 4]), shape(0, far_end, heads * head_dim))

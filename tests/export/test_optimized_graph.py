@@ -108,6 +108,24 @@ def test_a_layer_has_no_node_that_need_not_be(
 
 
 @pytest.mark.parametrize("name", ["forward", "extend"])
+def test_no_data_are_moved_number_by_number(optimized: Callable[[str], onnx.GraphProto], name: str) -> None:
+    """A Transpose that leaves the last axis where it is copies rows; another one takes some fifteen times as long."""
+    moved = [
+        node.name
+        for node in optimized(name).node
+        if node.op_type == "Transpose"
+        and node.name.startswith("blocks.")
+        and _permutation(node)[-1] != len(_permutation(node)) - 1
+    ]
+    assert moved == []
+
+
+def _permutation(node: onnx.NodeProto) -> list[int]:
+    (perm,) = (attribute for attribute in node.attribute if attribute.name == "perm")
+    return list(perm.ints)
+
+
+@pytest.mark.parametrize("name", ["forward", "extend"])
 def test_what_depends_on_lengths_alone_is_there_once(optimized: Callable[[str], onnx.GraphProto], name: str) -> None:
     """More layers make no more of it: the tables of the transform and the mask are shared."""
     kinds = _kinds(optimized(name), "lengths")
