@@ -15,11 +15,13 @@ import numpy as np
 from caracal_runtimes.bundle import Bundle
 from caracal_runtimes.model import CausalLM
 
+from benchmarks import bounds, ceilings
 from benchmarks.decoding import row_at, stepper
 from benchmarks.interleave import Samples, Side, interleave, ratio, summary, timed
 from benchmarks.models import random_bundle, random_model
 from benchmarks.outcome import NotMeasuredError, Outcome, Settings
 from benchmarks.peers.process import INSTALLED_AS, PeerEndedError, PeerProcess
+from caracal.config import PRESETS
 
 PRESET = "small"
 PREFILL_LENGTHS = (2048, 8192)
@@ -116,6 +118,7 @@ def _ours(settings: Settings, precisions: Sequence[str], **options: str) -> dict
 
 def measure_prefill(settings: Settings) -> dict[str, Outcome]:
     """Both rows of prompts: int8 against llama.cpp, float32 against onnxruntime-genai."""
+    config = PRESETS["tiny" if settings.quick else PRESET]
     lengths = settings.lengths(PREFILL_LENGTHS)
     against_llama, against_genai = Outcome(), Outcome()
     every: dict[str, Any] = {}
@@ -137,6 +140,7 @@ def measure_prefill(settings: Settings) -> dict[str, Outcome]:
             if genai:
                 name = "onnxruntime-genai float32"
                 sides[name] = _reading(peers.load("ort_genai", name, "float32", length), name, length)
+            ceiling = ceilings.measure(settings.threads)
             samples = interleave(sides, settings.turns(5), seconds=settings.seconds)
             peers.free()
             found = {name: summary(rounds) for name, rounds in samples.items()}
@@ -144,9 +148,11 @@ def measure_prefill(settings: Settings) -> dict[str, Outcome]:
                 name: each | {"tokens_per_s": 1e3 * length / each["median_ms"]} for name, each in found.items()
             }
             if "int8" in models:
-                _compare(against_llama, str(length), samples, "int8", ("llama_cpp",), peers)
+                bound = bounds.prompt(config, length, "int8", ceiling)
+                _compare(against_llama, str(length), samples, "int8", ("llama_cpp",), peers, bound)
             if "float32" in models:
-                _compare(against_genai, str(length), samples, "float32", ("ort_genai",), peers)
+                bound = bounds.prompt(config, length, "float32", ceiling)
+                _compare(against_genai, str(length), samples, "float32", ("ort_genai",), peers, bound)
         versions = peers.versions()
     outcomes = {"prefill-llama-int8": against_llama, "prefill-genai": against_genai}
     for outcome in outcomes.values():
@@ -156,6 +162,7 @@ def measure_prefill(settings: Settings) -> dict[str, Outcome]:
 
 def measure_decode(settings: Settings) -> dict[str, Outcome]:
     """One token at a short and at a long context, against the better of the two peers."""
+    config = PRESETS["tiny" if settings.quick else PRESET]
     contexts = settings.lengths(DECODE_CONTEXTS)
     outcome, every = Outcome(), {}
     with _peers(settings) as peers:
@@ -176,10 +183,11 @@ def measure_decode(settings: Settings) -> dict[str, Outcome]:
                 if genai:
                     name = f"onnxruntime-genai {precision}"
                     sides[name] = _writing(peers.load("ort_genai", name, precision, context), name, context)
+                bound = bounds.token(config, precision, ceilings.measure(settings.threads))
                 samples = interleave(sides, settings.turns(12), seconds=settings.seconds)
                 peers.free()
                 every[key] = {name: summary(rounds) for name, rounds in samples.items()}
-                _compare(outcome, key, samples, precision, tuple(INSTALLED_AS), peers)
+                _compare(outcome, key, samples, precision, tuple(INSTALLED_AS), peers, bound)
         outcome.details = {"peers": peers.versions(), "contexts": every}
     return {"decode-peers": outcome}
 
@@ -215,6 +223,7 @@ def _compare(
     precision: str,
     wanted: Sequence[str],
     peers: _Peers,
+    bound: dict[str, Any],
 ) -> None:
     """Puts our side against the fastest of the wanted peers' into the outcome."""
     labels = {"llama_cpp": "llama.cpp", "ort_genai": "onnxruntime-genai"}
@@ -234,5 +243,6 @@ def _compare(
             "against": best,
             "sides": {name: summary(samples[name]) for name in (*own, *theirs)},
             "missing": missing,
+            "bound": bound,
         }
         print(f"{key}: {outcome.figures[key]['value']:.2f}x {best}", flush=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from caracal_runtimes.bundle import Bundle
 
+from benchmarks import bounds, ceilings
 from benchmarks.interleave import interleave, ratio, summary, timed
 from benchmarks.models import random_bundle, random_model
 from benchmarks.outcome import NotMeasuredError, Outcome, Settings
@@ -66,6 +67,7 @@ def measure(settings: Settings) -> dict[str, Outcome]:
                 continue
             runs[name] = side
         # Each side has run once by now.
+        bound = bounds.prompt(model.config, length, "float32", ceilings.measure(settings.threads))
         sides_in_turn = {name: timed(run) for name, run in runs.items()}
         samples = interleave(sides_in_turn, settings.turns(7), warmup=0, seconds=settings.seconds)
         sides = {name: summary(rounds) for name, rounds in samples.items()}
@@ -76,7 +78,8 @@ def measure(settings: Settings) -> dict[str, Outcome]:
         for row, name in asked.items():
             if name in samples:
                 found = ratio(samples[name], samples["caracal"])
-                outcomes[row].figures[str(length)] = {**found, "sides": {key: sides[key] for key in ("caracal", name)}}
+                compared = {key: sides[key] for key in ("caracal", name)}
+                outcomes[row].figures[str(length)] = {**found, "sides": compared, "bound": bound}
                 print(f"prefill at {length}: {found['value']:.2f}x {name}", flush=True)
         runs.clear()
         gc.collect()  # sessions of the plain export hold a copy of the weights each

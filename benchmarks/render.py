@@ -128,7 +128,7 @@ def _remarks(reports: Mapping[str, dict[str, Any]]) -> list[str]:
                 assert figure is not None
                 lost.append(
                     f"- `{row.name}` at {_label(target.key)}: {_number(target, figure['value'])} of {_number(target, target.wanted)} "
-                    f"({row.means}). {target.limit or _WITHOUT_REASON}"
+                    f"({row.means}). {_bound(target, figure)}{target.limit or _WITHOUT_REASON}"
                 )
             elif word == NOT_MEASURED:
                 why = (
@@ -144,6 +144,18 @@ def _remarks(reports: Mapping[str, dict[str, Any]]) -> list[str]:
     if missing:
         lines += ["## Not measured", "", *missing, ""]
     return lines
+
+
+def _bound(target: Target, figure: Mapping[str, Any]) -> str:
+    """A sentence on what our side cannot be faster than, beside what it takes and what would be wanted of it."""
+    ours = [side["median_ms"] for name, side in figure.get("sides", {}).items() if name.startswith("caracal")]
+    if "bound" not in figure or not ours:
+        return ""
+    wanted = min(ours) * figure["value"] / target.wanted
+    return (
+        f"Ours took {min(ours):,.1f} ms, {wanted:,.1f} ms are wanted; in the same run {figure['bound']['of']} "
+        f"would take {figure['bound']['ms']:,.1f} ms. "
+    )
 
 
 def _times(reports: Mapping[str, dict[str, Any]]) -> list[str]:

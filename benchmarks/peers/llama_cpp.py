@@ -66,7 +66,9 @@ class Peer:
         self._contexts: dict[str, Any] = {}
         self._known: dict[str, int] = {}
 
-    def load(self, name: str, folder: str, precision: str, threads: int, context: int, flash_attention: bool = False) -> None:
+    def load(
+        self, name: str, folder: str, precision: str, threads: int, context: int, flash_attention: bool = False
+    ) -> None:
         """Makes a context of so many tokens."""
         if precision not in self._models:
             file = Path(folder) / f"llama-{precision}.gguf"
