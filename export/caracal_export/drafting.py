@@ -45,6 +45,8 @@ def draft_greedy(model: CaracalModel, rows: Sequence[Tensor], count: int) -> lis
         rows: what comes before, each [T] int64, T >= 1.
         count: how many tokens to write behind each.
     """
+    if not rows:
+        return []
     hidden = [model.embed_tokens(ids) for ids in rows]  # each (T, D)
     memory: list[_Fourier | _Window] = []
     for module in model.blocks:

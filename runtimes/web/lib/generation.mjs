@@ -35,68 +35,111 @@ export async function generate(graphs, codec, prompts, options = {}) {
   if (stop.length && !codec) throw new InputError('--stop: a text needs a tokenizer, this bundle has none');
   const contexts = prompts.map((prompt) => encode(prompt, codec, spec.vocabSize));
   if (!contexts.length) throw new InputError('prompt: expected a text or token ids, found none');
-  const rows = contexts.map((context, row) => ({
-    context: [...context],
-    generator: new Generator(sampling.seed, row),
-    stream: codec && new TextStream(codec),
-    matcher: new StopMatcher(stop),
-    ids: /** @type {number[]} */ ([]),
-    logprobs: /** @type {number[]} */ ([]),
-    text: '',
-    stoppedBy: /** @type {StopReason | null} */ (null),
-  }));
+  const rows = contexts.map(
+    (context, row) => new Row(context, row, { codec, sampling, stop, stopIds, maxNewTokens, options }),
+  );
   const decoder = new Decoder(graphs, options.chunk);
   try {
     let logits = await decoder.prefill(contexts, { signal, onRead: options.onRead });
-    let active = rows.map((_, row) => row);
+    let active = rows;
     while (active.length) {
-      /** @type {number[]} */
-      const going = [];
-      for (const [at, row] of active.entries()) {
-        const state = rows[row];
-        if (signal?.aborted) {
-          state.stoppedBy = 'cancelled';
-        } else {
-          const { token, logprob } = nextToken(logits[at], state.context, sampling, state.generator);
-          state.context.push(token);
-          state.ids.push(token);
-          state.logprobs.push(logprob);
-          await options.onToken?.(row, token, logprob);
-        }
-        let piece = '';
-        const last = state.ids[state.ids.length - 1];
-        if (!state.stoppedBy && stopIds.includes(last)) state.stoppedBy = 'stop_id';
-        else if (!state.stoppedBy && state.stream) {
-          piece = state.matcher.push(state.stream.push(last));
-          if (state.matcher.stopped) state.stoppedBy = 'stop_string';
-        }
-        if (!state.stoppedBy && state.ids.length === maxNewTokens) state.stoppedBy = 'length';
-        if (state.stoppedBy && state.stoppedBy !== 'stop_string' && state.stream) {
-          piece += state.matcher.push(state.stream.finish());
-          if (!state.matcher.stopped) piece += state.matcher.finish();
-          if (state.matcher.stopped) state.stoppedBy = 'stop_string'; // a match that a longer stop string had left open
-        }
-        state.text += piece;
-        if (piece) options.onText?.(row, piece);
-        if (!state.stoppedBy) going.push(row);
-      }
-      active = going;
+      for (const [at, row] of active.entries()) await row.advance(logits[at]);
+      active = active.filter((row) => !row.stoppedBy);
       if (active.length)
         logits = await decoder.step(
-          active,
-          active.map((row) => rows[row].ids[rows[row].ids.length - 1]),
+          active.map((row) => row.index),
+          active.map((row) => row.last),
         );
     }
   } finally {
     decoder.release();
   }
-  return rows.map((row, index) => ({
-    promptIds: contexts[index],
-    ids: row.ids,
-    logprobs: row.logprobs,
-    text: row.stream ? row.text : null,
-    stoppedBy: /** @type {StopReason} */ (row.stoppedBy),
-  }));
+  return rows.map((row) => row.result());
+}
+
+/**
+ * What all rows of a generation share.
+ * @typedef {{codec: import('./text.mjs').TextCodec | null, sampling: import('./sampling.mjs').SamplingOptions, stop: string[], stopIds: number[],
+ *   maxNewTokens: number, options: GenerateOptions}} Shared
+ */
+
+/** A row that is being written. */
+class Row {
+  /**
+   * @param {number[]} prompt
+   * @param {number} index among the rows, which decides on its random numbers
+   * @param {Shared} shared
+   */
+  constructor(prompt, index, shared) {
+    this.index = index;
+    /** @type {StopReason | null} */
+    this.stoppedBy = null;
+    this.shared = shared;
+    this.prompt = prompt;
+    this.context = [...prompt];
+    this.generator = new Generator(shared.sampling.seed, index);
+    this.stream = shared.codec && new TextStream(shared.codec);
+    this.matcher = new StopMatcher(shared.stop);
+    /** @type {number[]} */
+    this.ids = [];
+    /** @type {number[]} */
+    this.logprobs = [];
+    this.text = '';
+  }
+
+  /** The latest token. */
+  get last() {
+    return this.ids[this.ids.length - 1];
+  }
+
+  /**
+   * Takes one more token from the logits behind the latest one, and tells what is new; stops the row where it must.
+   * @param {Float32Array} logits
+   */
+  async advance(logits) {
+    const { options, stopIds, maxNewTokens } = this.shared;
+    if (options.signal?.aborted) this.stoppedBy = 'cancelled';
+    else await this.#sample(logits);
+    let piece = '';
+    if (!this.stoppedBy && stopIds.includes(this.last)) this.stoppedBy = 'stop_id';
+    else if (!this.stoppedBy && this.stream) {
+      piece = this.matcher.push(this.stream.push(this.last));
+      if (this.matcher.stopped) this.stoppedBy = 'stop_string';
+    }
+    if (!this.stoppedBy && this.ids.length === maxNewTokens) this.stoppedBy = 'length';
+    if (this.stoppedBy && this.stoppedBy !== 'stop_string') piece += this.#rest();
+    this.text += piece;
+    if (piece) options.onText?.(this.index, piece);
+  }
+
+  /** @param {Float32Array} logits */
+  async #sample(logits) {
+    const { token, logprob } = nextToken(logits, this.context, this.shared.sampling, this.generator);
+    this.context.push(token);
+    this.ids.push(token);
+    this.logprobs.push(logprob);
+    await this.shared.options.onToken?.(this.index, token, logprob);
+  }
+
+  /** The text that was held back until it was known that no more follows. */
+  #rest() {
+    if (!this.stream) return '';
+    let piece = this.matcher.push(this.stream.finish());
+    if (!this.matcher.stopped) piece += this.matcher.finish();
+    if (this.matcher.stopped) this.stoppedBy = 'stop_string'; // a match that a longer stop string had left open
+    return piece;
+  }
+
+  /** @returns {Generated} */
+  result() {
+    return {
+      promptIds: this.prompt,
+      ids: this.ids,
+      logprobs: this.logprobs,
+      text: this.stream ? this.text : null,
+      stoppedBy: /** @type {StopReason} */ (this.stoppedBy),
+    };
+  }
 }
 
 /**
