@@ -52,8 +52,9 @@ class Outcome:
 
     Args:
         figures: by the key of a target: `value` in the target's unit; `low` and `high` of single rounds; `sides` with what was
-            measured of each, ours under names that begin with `caracal`; `missing`, peers that were to be compared with as well and
-            were not there; `bound`, what our side cannot be faster than (`bounds.py`).
+            measured of each, ours under names that begin with `ours` (`caracal` where that is not there); `missing`, peers that
+            were to be compared with as well and were not there; `bound`, what our side cannot be faster than (`bounds.py`);
+            `parts`, where our seconds go.
         reasons: by the key of a target: why it was not measured.
         details: whatever else a reader may want, for JSON.
     """

@@ -147,8 +147,11 @@ def _remarks(reports: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def _bound(target: Target, figure: Mapping[str, Any]) -> str:
-    """A sentence on what our side cannot be faster than, beside what it takes and what would be wanted of it."""
-    ours = [side["median_ms"] for name, side in figure.get("sides", {}).items() if name.startswith("caracal")]
+    """A sentence on where our side's time goes: by part, or what it cannot be faster than beside what would be wanted of it."""
+    if "parts" in figure:
+        return f"Seconds of ours by part: {', '.join(f'{part} {took:.1f}' for part, took in figure['parts'].items())}. "
+    own = figure.get("ours", "caracal")
+    ours = [side["median_ms"] for name, side in figure.get("sides", {}).items() if name.startswith(own)]
     if "bound" not in figure or not ours:
         return ""
     wanted = min(ours) * figure["value"] / target.wanted
