@@ -154,3 +154,15 @@ def test_an_address_without_a_bundle_is_refused(visit: Begin, probe_url: str) ->
     tab.reaches("failed")
     refused(tab, "manifest.json")  # nor does the bundle before run on
     reader.problems.clear()
+
+
+@pytest.mark.parametrize("part", ["page/page.mjs", "page/shell.mjs", "lib/errors.mjs"])
+def test_a_part_of_the_page_that_does_not_arrive_is_told(visit: Begin, probe_url: str, part: str) -> None:
+    """None of the modules runs then, so that none of them could say it."""
+    visited = visit(service_workers="block")
+    visited.context.route(f"**/{part}", lambda route: route.abort())
+    tab = visited.tab(probe_url, expect="failed")
+    assert "did not arrive" in tab.shown("#error")
+    assert tab.shown("#status") == "The page is not complete"
+    assert visited.problems  # the browser's own words on the request that failed
+    visited.problems.clear()
