@@ -62,6 +62,8 @@ def unroll(
     """
     source = [0, *(traced.index(kind, 1) for kind in kinds[1:])]  # of each layer, which traced one it repeats
     layers = _layers(graph, len(traced))
+    in_layers = {node for layer in layers for node in layer.nodes}
+    rest = [(node, _index(node)) for node in graph if node not in in_layers]
     known = {value.name: value for value in (*graph.inputs, *graph.initializers.values(), *graph.outputs)}
     # Of each layer, what became of the values of the traced one; the first stays as it is.
     made = [{value: value for node in layers[0].nodes for value in node.outputs}]
@@ -77,13 +79,14 @@ def unroll(
         last = nodes[-1]
         made.append(own)
     owners = {value: at for at, layer in enumerate(layers) for node in layer.nodes for value in node.outputs}
-    replaced = {node for layer in layers[1:] for node in layer.nodes}
-    for node in graph:
-        if node not in replaced and _index(node) is None:
+    for node, traced_in in rest:
+        if traced_in is None:
             _reconnect(node, owners, [layer.hidden for layer in layers], source, made)
+        elif traced_in:  # what all layers share is named after the first that has it
+            _rename(node, traced_in, source.index(traced_in))
     graph.inputs[:] = [known[name] for name in inputs]
     graph.outputs[:] = [known[name] for name in outputs]
-    graph.remove(replaced, safe=True)
+    graph.remove([node for layer in layers[1:] for node in layer.nodes], safe=True)
     graph.initializers.clear()
     for name in weights:
         value = known[name]
@@ -135,6 +138,11 @@ def _index(node: ir.Node | None) -> int | None:
 def _renamed(text: str, at: int, index: int) -> str:
     """Names of one layer, as those of another."""
     return _BLOCK.sub(lambda m: f"{m[1]}.{index}" if int(m[2]) == at else m[0], text)
+
+
+def _rename(node: ir.Node, at: int, index: int) -> None:
+    """Gives a node the scopes of another layer."""
+    node.metadata_props.update({key: _renamed(text, at, index) for key, text in node.metadata_props.items()})
 
 
 def _like(value: ir.Value, name: str | None) -> ir.Value:
