@@ -5,9 +5,11 @@ A row that is not reached is shown beside it (`render.py`), so that a reader see
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from caracal.config import MHF, CaracalConfig
+from caracal import CaracalConfig
+from caracal.checkpoint.parameters import parameter_shapes
 
 #: Bytes of a weight as they are read for a token; int4 with a float32 scale for each block of 32.
 BYTES = {"float32": 4.0, "int8": 1.0, "int4": 0.5 + 4 / 32}
@@ -17,10 +19,11 @@ _PRODUCTS = {"float32": ("gflops_float32", "GFLOP"), "int8": ("gops_int8", "GOP"
 
 def multiplied(config: CaracalConfig) -> int:
     """Weights of all layers that every token is multiplied by, the head not counted."""
-    width = config.hidden_size
-    mixers = {True: 3 * width**2 + width * config.head_dim, False: 4 * width**2}
-    ffn = (3 if config.hidden_act == "silu" else 2) * width * config.intermediate_size
-    return sum(mixers[kind == MHF] + ffn for kind in config.layer_types)
+    return sum(
+        math.prod(shape)
+        for name, shape in parameter_shapes(config).items()
+        if name.startswith("blocks.") and name.endswith(("_proj.weight", "gate_conv.weight"))
+    )
 
 
 def prompt(config: CaracalConfig, length: int, precision: str, ceiling: dict[str, float]) -> dict[str, Any]:

@@ -57,7 +57,6 @@ def write_graph(mixing: str, file: Path) -> None:
             verbose=False,
         )
     assert program is not None
-    passes.untangle(program.model)
     passes.clean(program.model)
     program.model.ir_version = 8
     ir.save(program.model, file)

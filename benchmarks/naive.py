@@ -78,7 +78,6 @@ def export(model: CaracalModel, file: Path) -> None:
             verbose=False,
         )
     assert program is not None
-    passes.untangle(program.model)
     passes.clean(program.model)
     ir.save(program.model, file, external_data=f"{file.stem}.data")
 

@@ -9,7 +9,8 @@ from collections.abc import Collection
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-_SCOPES = "pkg.torch.onnx.name_scopes"
+#: Where the tracer notes the modules that a node comes from.
+SCOPES = "pkg.torch.onnx.name_scopes"
 _CONSTANT_LIMIT = 64  # elements up to which equal constants are merged
 _SHARED = "lengths"  # scope of what depends on the lengths alone
 
@@ -21,7 +22,8 @@ def untangle(model: ir.Model) -> None:
 
 
 def clean(model: ir.Model) -> None:
-    """Runs the passes that follow `untangle`, in place: no repeated and no dead node, readable names."""
+    """Runs all passes, in place: one source per length, no repeated and no dead node, readable names."""
+    untangle(model)
     common.CommonSubexpressionEliminationPass(size_limit=_CONSTANT_LIMIT)(model)
     common.RemoveUnusedNodesPass()(model)
     common.TopologicalSortPass()(model)
@@ -111,7 +113,7 @@ def _scope(node: ir.Node) -> str:
 
     The tracer lists ['', 'blocks.3', 'blocks.3.mhf', ..., operator], operators numbered in the order in which they came.
     """
-    scopes: list[str] = [scope for scope in re.findall(r"'([^']*)'", node.metadata_props.get(_SCOPES, "")) if scope]
+    scopes: list[str] = [scope for scope in re.findall(r"'([^']*)'", node.metadata_props.get(SCOPES, "")) if scope]
     if len(scopes) > 1:
         return scopes[-2]
     return re.sub(r"_\d+$", "", scopes[0]) if scopes else ""

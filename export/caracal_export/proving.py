@@ -79,11 +79,9 @@ def _check_resident_step(bundle: Bundle, threads: int) -> None:
     rows = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
     graphs = bundle.model(threads=threads, resident=True, low_memory=True).graphs
     found = replay.by_steps(graphs, rows, columns[0] if columns else None, last=graphs.lags // 2 + _BEYOND)
-    places = [at for at in np.ndindex(*positions.shape) if (at[0], int(positions[at])) in found]
-    got = np.stack([found[row, int(positions[row, at])] for row, at in places])
-    want = np.stack([recorded[at] for at in places])
+    got, want = replay.recorded_there(found, positions, recorded)
     limit = tolerance_for("strict", bundle.manifest.precision, bundle.manifest.golden.rounding)
-    failures = compare_logits(got[None], want[None], limit, whole_vocabulary=not case.columns).failures(limit)
+    failures = compare_logits(got, want, limit, whole_vocabulary=not case.columns).failures(limit)
     if failures:
         raise VerificationError(
             f"{_command(bundle)}: step_resident does not compute what the checkpoint does, nothing was written: on {case.name} "

@@ -60,7 +60,6 @@ def trace(
     few = few_layers(model.config.layer_types) if isinstance(whole, BlockGraph) else None
     if few is None or len(few) == len(model.config.layer_types):
         traced = _trace(whole, inputs, outputs, mixing, lengths)
-        passes.untangle(traced)
     else:
         kinds = tuple(model.config.layer_types[index] for index in few)
         with torch.device("meta"):

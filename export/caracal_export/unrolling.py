@@ -16,7 +16,8 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
-_SCOPES = "pkg.torch.onnx.name_scopes"
+from caracal_export.passes import SCOPES
+
 _BLOCK = re.compile(r"(blocks|past|present)\.(\d+)(?=[.']|$)")
 
 
@@ -47,7 +48,7 @@ def unroll(
 ) -> None:
     """Makes a graph of all layers from one of a few, in place.
 
-    Needs: the scopes of the tracer; sizes are read from inputs that are no state (`passes.read_lengths_from_inputs`).
+    Needs: the scopes of the tracer; sizes are read from inputs that are no state (`passes.untangle`).
 
     Args:
         graph: the traced one.
@@ -130,7 +131,7 @@ def _layers(graph: ir.Graph, count: int) -> list[_Layer]:
 
 def _index(node: ir.Node | None) -> int | None:
     """The layer in whose scope a node was traced."""
-    scopes = "" if node is None else node.metadata_props.get(_SCOPES, "")
+    scopes = "" if node is None else node.metadata_props.get(SCOPES, "")
     found = re.search(r"'blocks\.(\d+)'", scopes)
     return None if found is None else int(found[1])
 

@@ -320,9 +320,7 @@ def _run_case(bundle: Bundle, model: CausalLM, case: GoldenCase, limit: Toleranc
         began = time.perf_counter()
         if way:
             logits = _replay(model, way, ids, lengths, columns)
-            places = [(row, at) for row, at in np.ndindex(*positions.shape) if (row, int(positions[row, at])) in logits]
-            ref = np.stack([ref[row, at] for row, at in places])[None]
-            got = np.stack([logits[row, int(positions[row, at])] for row, at in places])[None]
+            got, ref = replay.recorded_there(logits, positions, ref)
         else:
             got = _forward(model, ids, lengths, positions, columns)
         seconds = time.perf_counter() - began

@@ -63,5 +63,14 @@ def by_chunks(graphs: DecodeGraphs, rows: Sequence[Sequence[int]], columns: NDAr
     return found
 
 
+def recorded_there(
+    found: Logits, positions: NDArray[np.int64], recorded: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What was found at recorded positions [B, P], and what was recorded there, of [B, P, V or C]: both [1, N, V or C]."""
+    places = [(row, at) for row, at in np.ndindex(*positions.shape) if (row, int(positions[row, at])) in found]
+    got = np.stack([found[row, int(positions[row, at])] for row, at in places])
+    return got[None], np.stack([recorded[row, at] for row, at in places])[None]
+
+
 def _kept(logits: NDArray[np.float32], columns: NDArray[np.int64] | None) -> NDArray[np.float32]:
     return logits.copy() if columns is None else logits[columns]

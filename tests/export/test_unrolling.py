@@ -25,7 +25,6 @@ SETTINGS = {
     "every option": {"norm_before_conv": True, "tie_word_embeddings": False, "hidden_act": "gelu"},
     "bare": {"use_bias": False, "conv_kernel": 1},
 }
-Traced = Callable[..., ir.Model]
 
 
 @pytest.mark.parametrize(
